@@ -1,0 +1,252 @@
+"""Every value that crosses a process: frozen, versioned, timestamped.
+
+All of them serialise with ``model_dump_json()`` and read back with ``model_validate_json()``.
+Unknown keys are refused, so a reader of another schema version fails loudly; readers in services treat such a
+value like a missing one. Times are Unix seconds (``time.time()``); data is *stale* once ``at_s`` is older than the
+reader's ``stale_after_s``, and stale data is used like missing data, never silently like fresh data.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+
+
+class Contract(BaseModel):
+    """Base of all contracts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    at_s: float = Field(default_factory=time.time, description="When this was written, Unix seconds.")
+
+    def is_stale(self, now_s: float, stale_after_s: float) -> bool:
+        """Whether this value is older than ``stale_after_s`` seconds at ``now_s``."""
+        return now_s - self.at_s > stale_after_s
+
+
+class Value(BaseModel):
+    """A part of a contract: frozen, without a version or time of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Split(Value):
+    """How a replica's pooled budget is divided.
+
+    ``kv_blocks`` counts backed, usable KV blocks without vLLM's null block.
+    """
+
+    cap: int = Field(ge=0, description="Expert slots per MoE layer (C).")
+    kv_blocks: int = Field(ge=0, description="Usable KV blocks, null block not counted.")
+
+
+class MemoryLayout(Value):
+    """Sizes that a solver needs; constant for the life of a replica."""
+
+    page_bytes: int = Field(gt=0)
+    num_layers: int = Field(gt=0, description="MoE layers that are paged.")
+    num_experts: int = Field(gt=0, description="Experts per layer (E).")
+    top_k: int = Field(gt=0)
+    min_cap: int = Field(gt=0, description="Smallest cap that is served, at least top_k.")
+    experts_bytes_by_cap: tuple[int, ...] = Field(
+        description="Index C: bytes of the expert pool at cap C over all layers, whole pages; length E + 1."
+    )
+    expert_bytes: int = Field(gt=0, description="Bytes copied for one missed expert of one layer, all parameters.")
+    block_tokens: int = Field(gt=0, description="Tokens per KV block.")
+    block_bytes: int = Field(gt=0, description="Bytes of one KV block over all layers.")
+    kv_group_blocks: int = Field(gt=0, description="KV blocks move in groups of this many (whole pages).")
+    max_kv_blocks: int = Field(gt=0, description="Most usable KV blocks the address range holds, null block not counted.")
+    max_model_len: int = Field(gt=0, description="Longest request in tokens.")
+    max_num_seqs: int = Field(gt=0, description="Most requests running at once.")
+
+    @model_validator(mode="after")
+    def _table_covers_every_cap(self) -> Self:
+        if len(self.experts_bytes_by_cap) != self.num_experts + 1:
+            raise ValueError(f"experts_bytes_by_cap has {len(self.experts_bytes_by_cap)} entries, needs E + 1")
+        return self
+
+    def kv_bytes(self, kv_blocks: int) -> int:
+        """Bytes of the KV pool with ``kv_blocks`` usable blocks, the null block's group included."""
+        groups = -(-(kv_blocks + 1) // self.kv_group_blocks)
+        return groups * self.kv_group_blocks * self.block_bytes
+
+    def pool_bytes(self, split: Split) -> int:
+        """Bytes that both pools hold at ``split``."""
+        return self.experts_bytes_by_cap[split.cap] + self.kv_bytes(split.kv_blocks)
+
+    def kv_blocks_within(self, num_bytes: int) -> int:
+        """Most usable KV blocks that fit ``num_bytes`` (whole groups, null block paid), never below 0."""
+        groups = max(0, num_bytes) // (self.kv_group_blocks * self.block_bytes)
+        return max(0, min(groups * self.kv_group_blocks - 1, self.max_kv_blocks))
+
+
+class PagerCounts(Value):
+    """Expert lookups of one kind of forward, summed over layers, since the engine started."""
+
+    steps: int = 0
+    tokens: int = Field(default=0, description="Token rows that were routed.")
+    hits: int = Field(default=0, description="Distinct experts per layer and step that were resident.")
+    misses: int = Field(default=0, description="Expert copies from host memory to a slot.")
+    missed_bytes: int = 0
+    distinct: int = Field(default=0, description="Distinct experts, summed over layers and steps.")
+    seconds: float = Field(default=0.0, description="Wall time of these forwards, copies included.")
+    link_seconds: float = Field(default=0.0, description="Part of it spent copying or charged to the emulated link.")
+
+
+class ReuseBin(Value):
+    """Prefix reuse seen at one distance: with fewer than ``blocks`` KV blocks it would have been lost."""
+
+    blocks: int = Field(ge=0)
+    turns_per_s: float = Field(ge=0, description="Turns per second that reused a prefix at this distance.")
+    tokens_per_s: float = Field(ge=0, description="Prompt tokens per second that this reuse saved.")
+
+
+class KvDemand(Value):
+    """What the work asks of the KV pool, measured over the snapshot's window."""
+
+    running_turns: int = 0
+    waiting_turns: int = 0
+    floor_blocks: int = Field(default=0, description="κ_min without the null block: design of the admission floor.")
+    demand_blocks: int = Field(default=0, description="Peak blocks that admitted and waiting turns need in full.")
+    used_blocks: int = Field(default=0, description="Blocks held by running turns now.")
+    cached_blocks: int = Field(default=0, description="Free blocks that still hold a reusable prefix.")
+    mean_turns: float = Field(default=0.0, description="Mean of running + waiting turns over the window.")
+    preemptions: int = Field(default=0, description="Since the engine started.")
+    reuse: tuple[ReuseBin, ...] = Field(default=(), description="Prefix reuse by distance, ascending in blocks.")
+
+
+class ReplicaSnapshot(Contract):
+    """What one replica reports each period: the only input of policy and routing besides signatures."""
+
+    replica_id: str
+    incarnation: str = Field(description="Changes with every engine start.")
+    model: str
+    is_healthy: bool = True
+    layout: MemoryLayout
+    split: Split
+    plan_revision: int = Field(default=0, description="Revision of the last plan that was handled.")
+    is_resizing: bool = False
+    budget_bytes: int = Field(description="Pooled budget: experts + KV.")
+    other_bytes: int = Field(default=0, description="Dense weights and activations, outside the pools.")
+    resident_bytes: int = Field(default=0, description="Bytes of the pools' mappings that are really resident.")
+    window_s: float = Field(default=0.0, description="Span of the rates and curves below.")
+    decode: PagerCounts = PagerCounts()
+    prefill: PagerCounts = PagerCounts()
+    decode_steps_per_s: float = 0.0
+    prefill_steps_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    decode_misses_by_cap: tuple[float, ...] = Field(
+        default=(), description="Index C: expected misses per decode step over all layers at cap C; length E + 1."
+    )
+    prefill_misses_by_cap: tuple[float, ...] = Field(
+        default=(), description="Index C: expected misses per prefill step over all layers at cap C; length E + 1."
+    )
+    link_bytes_per_s: float = Field(default=0.0, description="Measured or emulated host-to-device speed.")
+    is_link_emulated: bool = False
+    kv: KvDemand = KvDemand()
+    resident: tuple[tuple[int, ...], ...] = Field(default=(), description="Per layer: expert ids in slots.")
+
+
+class Marginals(Value):
+    """Seconds of latency per second that one more byte would save in each pool, at the chosen point."""
+
+    experts_s_per_byte: float
+    kv_s_per_byte: float
+
+
+class Decision(Value):
+    """What a policy answers: a split with its reason."""
+
+    split: Split
+    reason: str
+    predicted_cost: float | None = Field(default=None, description="Predicted seconds per second at ``split``.")
+    marginals: Marginals | None = None
+
+
+class Barrier(StrEnum):
+    """When blocks may leave the KV pool."""
+
+    BALLOON = "balloon"
+    DRAINED = "drained"
+
+
+class SplitPlan(Contract):
+    """A revisioned, idempotent resize command for one replica."""
+
+    replica_id: str
+    incarnation: str
+    revision: int = Field(ge=1)
+    split: Split
+    barrier: Barrier = Barrier.BALLOON
+    policy: str
+    reason: str
+    marginals: Marginals | None = None
+
+
+class Outcome(StrEnum):
+    """What became of a plan; also the metric's label."""
+
+    APPLIED = "applied"
+    DEFERRED = "deferred"
+    STALE = "stale"
+    CONFLICT = "conflict"
+    FAILED = "failed"
+
+
+class ResizeOutcome(Contract):
+    """The replica's answer to one plan."""
+
+    replica_id: str
+    revision: int
+    outcome: Outcome
+    reason: str
+    before: Split
+    after: Split
+    policy: str = ""
+    plan_reason: str = ""
+    bytes_moved: int = 0
+    pause_ms: float = Field(default=0.0, description="Time in which the engine ran no step.")
+    resident_bytes_before: int = 0
+    resident_bytes_after: int = 0
+
+
+class Signature(Contract):
+    """Which experts one session, user, tenant or replica uses: decayed counts per layer.
+
+    ``weights`` packs uint8 ``[num_layers, num_experts]``, each layer scaled so that its largest is 255,
+    zlib-compressed; ``wisp_core.working_set.signature`` packs and reads it.
+    """
+
+    key: str = Field(description="Namespaced key: tenant, tenant/user or tenant/user/session, or a replica id.")
+    num_layers: int
+    num_experts: int
+    weights: bytes
+    decode_tokens: int = Field(default=0, description="Decode tokens that the counts saw.")
+    lookups: int = Field(default=0, description="Distinct (layer, expert) uses in decode steps.")
+    hits: int = Field(default=0, description="Those found resident.")
+
+
+class Placement(Contract):
+    """Where a session lives. ``version`` grows with every move."""
+
+    session_key: str
+    replica_id: str
+    version: int = Field(ge=1)
+    reason: str
+
+
+class TenantSpec(Contract):
+    """A tenant and its limits; keys are stored as SHA-256 only."""
+
+    tenant_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    key_sha256: tuple[str, ...]
+    requests_per_minute: int = Field(gt=0)
+    tokens_per_minute: int = Field(gt=0)
+    max_concurrent_turns: int = Field(default=64, gt=0)

@@ -1,0 +1,46 @@
+"""Reserved address ranges of which only some pages are backed: what slots and KV tensors lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+ByteRange = tuple[int, int]
+"""Half-open ``[start, stop)`` in bytes from the region's start, page-aligned at both ends."""
+
+
+class Region(Protocol):
+    """One reserved range. Its address never changes; backed pages read as zeros until written."""
+
+    name: str
+    num_bytes: int
+    page_bytes: int
+
+    def tensor(self) -> torch.Tensor:
+        """The whole range as an int8 tensor ``[num_bytes]``; only backed bytes may be touched."""
+        ...
+
+    def back(self, ranges: Iterable[ByteRange]) -> None:
+        """Give pages to ``ranges``; they read as zeros. Raises MemoryError with nothing changed."""
+        ...
+
+    def release(self, ranges: Iterable[ByteRange]) -> None:
+        """Return the pages of ``ranges`` to the system; their content is lost."""
+        ...
+
+    def resident_bytes(self) -> int:
+        """Bytes of this range that really occupy memory, as the system counts them."""
+        ...
+
+
+class Backing(Protocol):
+    """Where regions come from: memfd mappings on CPU, CUDA virtual memory on a GPU."""
+
+    page_bytes: int
+
+    def reserve(self, name: str, num_bytes: int) -> Region:
+        """Reserve ``num_bytes`` (rounded up to whole pages), nothing backed."""
+        ...

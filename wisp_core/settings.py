@@ -1,0 +1,47 @@
+"""Settings of one paged engine: the ``wisp`` object of vLLM's ``--additional-config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wisp_core.errors import ConfigurationError
+
+
+class WispSettings(BaseModel):
+    """What the pager, the arena and the resizer of one engine need to know. JSON only, as vLLM passes it on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cap: int | None = Field(
+        default=None, gt=0, description="Expert slots per layer at start (C); None: as many as the budget allows."
+    )
+    vram_budget_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Everything this engine may hold on its device: dense weights, activations, experts, KV. "
+        "None: the cap alone decides, and KV stays as vLLM sizes it (plain `vllm serve`).",
+    )
+    activation_bytes: int = Field(
+        default=64 << 20, ge=0, description="Part of the budget set aside for activations and workspaces, bytes."
+    )
+    min_cap: int | None = Field(default=None, gt=0, description="Smallest cap a plan may ask for; None: top-k.")
+    emulated_link_bytes_per_s: float | None = Field(
+        default=None, gt=0, description="CPU only: charge expert copies at this speed. None: copies cost what they cost."
+    )
+    drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
+
+    @classmethod
+    def from_additional_config(cls, additional_config: dict[str, Any]) -> WispSettings | None:
+        """Read the ``wisp`` object; None when there is none. Raises ConfigurationError naming each bad setting."""
+        if "wisp" not in additional_config:
+            return None
+        try:
+            return cls.model_validate(additional_config["wisp"])
+        except ValidationError as error:
+            details = "; ".join(
+                f"additional_config.wisp.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
+                for e in error.errors()
+            )
+            raise ConfigurationError(details) from error
