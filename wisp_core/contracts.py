@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 
 class Contract(BaseModel):
@@ -61,7 +61,9 @@ class MemoryLayout(Value):
     block_tokens: int = Field(gt=0, description="Tokens per KV block.")
     block_bytes: int = Field(gt=0, description="Bytes of one KV block over all layers.")
     kv_group_blocks: int = Field(gt=0, description="KV blocks move in groups of this many (whole pages).")
-    max_kv_blocks: int = Field(gt=0, description="Most usable KV blocks the address range holds, null block not counted.")
+    max_kv_blocks: int = Field(
+        gt=0, description="Most usable KV blocks the address range holds, null block not counted."
+    )
     max_model_len: int = Field(gt=0, description="Longest request in tokens.")
     max_num_seqs: int = Field(gt=0, description="Most requests running at once.")
 

@@ -28,7 +28,9 @@ class WispSettings(BaseModel):
     )
     min_cap: int | None = Field(default=None, gt=0, description="Smallest cap a plan may ask for; None: top-k.")
     emulated_link_bytes_per_s: float | None = Field(
-        default=None, gt=0, description="CPU only: charge expert copies at this speed. None: copies cost what they cost."
+        default=None,
+        gt=0,
+        description="CPU only: charge expert copies at this speed. None: copies cost what they cost.",
     )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
 

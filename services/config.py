@@ -1,0 +1,148 @@
+"""The one configuration of a WiSP service: a YAML file, validated once, every error at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wisp_core.contracts import Barrier
+from wisp_core.errors import ConfigurationError
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HttpSettings(Section):
+    """The public endpoint."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=1, le=65535)
+    max_body_bytes: int = Field(default=2 << 20, gt=0, description="Larger request bodies get 413.")
+    max_header_bytes: int = Field(default=16 << 10, gt=0, description="Larger request headers get 431.")
+    num_ingresses: int = Field(default=1, ge=1, description="Ingress processes.")
+
+
+class ModelSettings(Section):
+    """Which model every replica serves."""
+
+    path: str = Field(description="Hugging Face MoE directory or name, as vLLM takes it.")
+    served_name: str | None = Field(default=None, description="Name in the API; default: the path's last part.")
+
+    @property
+    def name(self) -> str:
+        """The name that clients use."""
+        return self.served_name or Path(self.path).name
+
+
+class ReplicaSettings(Section):
+    """One replica: a paged vLLM engine on one low-VRAM device."""
+
+    count: int = Field(default=2, ge=1)
+    vram_budget_bytes: int = Field(gt=0, description="Everything a replica may hold on its device, bytes.")
+    activation_bytes: int = Field(default=64 << 20, ge=0, description="Part of it set aside for activations, bytes.")
+    initial_cap: int | None = Field(
+        default=None, gt=0, description="Slots per layer at start; None: half of the pools."
+    )
+    min_cap: int | None = Field(default=None, gt=0, description="Smallest cap; None: top-k.")
+    barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
+    drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
+    emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")
+    num_cpus: float = Field(default=1.0, ge=0, description="Ray CPUs per replica.")
+    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; 0 on CPU.")
+    max_ongoing_turns: int = Field(default=64, gt=0, description="Turns a replica accepts at once, queue included.")
+    snapshot_period_s: float = Field(default=0.5, gt=0, description="How often snapshots go to Redis, seconds.")
+    graceful_shutdown_timeout_s: float = Field(default=300.0, gt=0, description="Above the longest turn, seconds.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment of each replica's engine.")
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM engine arguments by their Python names, e.g. max_model_len, block_size."
+    )
+
+
+class RedisSettings(Section):
+    """Shared state."""
+
+    url: str | None = Field(default=None, description="redis:// or rediss:// URL; None: embedded Valkey on loopback.")
+    timeout_s: float = Field(default=0.2, gt=0, description="Socket timeout of one call, seconds.")
+    stale_after_s: float = Field(default=10.0, gt=0, description="Age at which snapshots count as missing, seconds.")
+
+
+class DampingSettings(Section):
+    """Bounds around any policy: a change is made only when confirmed, large enough and not too large."""
+
+    confirmations: int = Field(default=2, ge=1, description="Epochs in a row that must agree on the direction.")
+    dead_zone_fraction: float = Field(default=0.05, ge=0, le=1, description="Smallest move, fraction of the budget.")
+    max_step_fraction: float = Field(default=1.0, gt=0, le=1, description="Largest move, fraction of the budget.")
+    min_gain_fraction: float = Field(default=0.02, ge=0, description="Least predicted gain, fraction of the cost.")
+
+
+class PolicySettings(Section):
+    """Who divides each replica's budget."""
+
+    name: str = Field(default="mv_wsa", description="Built-in name, entry point in wisp.policies, or module:Class.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the policy class.")
+    epoch_s: float = Field(default=1.0, gt=0, description="Time between decisions, seconds.")
+    deadline_s: float = Field(default=1.0, gt=0, description="A policy that takes longer is stopped, seconds.")
+    damping: DampingSettings = DampingSettings()
+
+
+class RoutingSettings(Section):
+    """Weights and limits of placement; all scores are predicted seconds."""
+
+    migrate_gain_s: float = Field(
+        default=0.5, ge=0, description="A session moves only when it saves this much, seconds."
+    )
+    refresh_s: float = Field(default=0.25, gt=0, description="How often routers re-read snapshots, seconds.")
+
+
+class TenantSettings(Section):
+    """A tenant declared in the file; the key itself stays outside, in a file or as its SHA-256."""
+
+    tenant_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    key_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    key_file: Path | None = Field(
+        default=None, description="File that holds the key; created with a new one if absent."
+    )
+    requests_per_minute: int = Field(default=600, gt=0)
+    tokens_per_minute: int = Field(default=200_000, gt=0, description="Prompt plus requested output tokens.")
+    max_concurrent_turns: int = Field(default=64, gt=0)
+
+    @model_validator(mode="after")
+    def _exactly_one_key(self) -> Self:
+        if (self.key_sha256 is None) == (self.key_file is None):
+            raise ValueError("give exactly one of key_sha256 and key_file")
+        return self
+
+
+class ServiceConfig(Section):
+    """The whole service."""
+
+    name: str = Field(
+        default="wisp", pattern=r"^[a-z][a-z0-9-]{0,30}$", description="Serve application and key prefix."
+    )
+    state_dir: Path = Field(default=Path(".wisp"), description="Secrets, sockets and logs of this service.")
+    http: HttpSettings = HttpSettings()
+    model: ModelSettings
+    replica: ReplicaSettings
+    redis: RedisSettings = RedisSettings()
+    policy: PolicySettings = PolicySettings()
+    routing: RoutingSettings = RoutingSettings()
+    tenants: tuple[TenantSettings, ...] = Field(min_length=1)
+
+    @classmethod
+    def load(cls, path: Path) -> ServiceConfig:
+        """Read and validate ``path``. Raises ConfigurationError that lists every bad setting."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()))
+        except OSError as error:
+            raise ConfigurationError(f"--config {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
+        except ValidationError as error:
+            lines = [f"  {'.'.join(map(str, e['loc'])) or '(file)'}: {e['msg']}" for e in error.errors()]
+            raise ConfigurationError(f"--config {path}:\n" + "\n".join(lines)) from error
