@@ -252,3 +252,49 @@ class TenantSpec(Contract):
     requests_per_minute: int = Field(gt=0)
     tokens_per_minute: int = Field(gt=0)
     max_concurrent_turns: int = Field(default=64, gt=0)
+
+
+class DecisionRecord(Contract):
+    """One epoch of the policy service for one replica: what it saw, what it decided, and whether a plan came of it."""
+
+    replica_id: str
+    policy: str
+    before: Split
+    budget_bytes: int
+    floor_blocks: int
+    demand_blocks: int
+    mean_turns: float
+    decode_steps_per_s: float
+    prefill_steps_per_s: float
+    decode_misses_per_step: float = Field(description="Expected misses per decode step at the cap before.")
+    decision: Decision
+    plan_revision: int | None = Field(default=None, description="Revision of the plan written; None: hold.")
+
+
+class TurnRecord(Contract):
+    """One finished turn, as the ingress saw it."""
+
+    session_key: str
+    replica_id: str
+    is_failed: bool = False
+    ttft_s: float | None = Field(default=None, description="Time to the first body chunk; None: none was sent.")
+    duration_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = Field(default=0, description="Prompt tokens found in the prefix cache.")
+    completion_tokens: int = 0
+
+
+class SessionUsage(Value):
+    """What the turns of one session add up to."""
+
+    session_key: str
+    replica_id: str = Field(description="Where the last turn ran.")
+    last_turn_at_s: float
+    turns: int = 0
+    failed_turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_sum_s: float = 0.0
+    ttft_turns: int = Field(default=0, description="Turns that have a TTFT.")
+    decode_s: float = Field(default=0.0, description="Time between first chunk and end, summed.")

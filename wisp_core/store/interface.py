@@ -1,0 +1,197 @@
+"""What the parts of a service share: the ``Store`` protocol, kept by Redis and by an in-memory twin.
+
+Every method raises StoreUnavailableError when the store does not answer, and nothing else of its own; callers
+degrade. Values of another schema version count as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from wisp_core.contracts import (
+    DecisionRecord,
+    Placement,
+    ReplicaSnapshot,
+    ResizeOutcome,
+    SessionUsage,
+    Signature,
+    SplitPlan,
+    TenantSpec,
+    TurnRecord,
+)
+
+
+class Limit(StrEnum):
+    """Which of a tenant's limits refused a turn."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    TURNS = "turns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """A turn that asks to be admitted against its tenant's limits."""
+
+    tenant_id: str
+    turn_id: str
+    tokens: int
+    requests_per_minute: int
+    tokens_per_minute: int
+    max_concurrent_turns: int
+    lease_s: float
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a turn may run. ``retry_after_s`` is None when allowed, and when it could never be."""
+
+    allowed: bool
+    retry_after_s: float | None = None
+    which: Limit | None = None
+
+
+class ReplicaStore(Protocol):
+    """Snapshots, plans, outcomes, decisions and signatures of replicas."""
+
+    async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
+        """Publish a replica's state; it disappears after ``SNAPSHOT_TTL_S`` without another."""
+        ...
+
+    async def list_snapshots(self) -> list[ReplicaSnapshot]:
+        """The last snapshot of every replica that still reports, ordered by ``replica_id``."""
+        ...
+
+    async def delete_snapshot(self, replica_id: str) -> None:
+        """Forget a replica that stops in an orderly way."""
+        ...
+
+    async def write_plan(self, plan: SplitPlan) -> bool:
+        """Store ``plan`` if its revision is higher than the stored one, wake the replica, and say whether it was."""
+        ...
+
+    async def read_plan(self, replica_id: str) -> SplitPlan | None:
+        """The plan with the highest revision."""
+        ...
+
+    def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+        """Yield the current plan and each newer one, at once when woken, else within ``period_s``.
+
+        Never raises StoreUnavailableError: an outage is waited out.
+        """
+        ...
+
+    async def append_outcome(self, outcome: ResizeOutcome) -> None:
+        """Log what became of a plan; the log keeps the last ``LOG_LENGTH``."""
+        ...
+
+    async def list_outcomes(self, replica_id: str, n: int) -> list[ResizeOutcome]:
+        """The last ``n`` outcomes, newest first."""
+        ...
+
+    async def append_decision(self, record: DecisionRecord) -> None:
+        """Log a decision; the log keeps the last ``LOG_LENGTH``."""
+        ...
+
+    async def list_decisions(self, replica_id: str, n: int) -> list[DecisionRecord]:
+        """The last ``n`` decisions, newest first."""
+        ...
+
+    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
+        """Store signatures by their ``key`` for ``SIGNATURE_TTL_S``."""
+        ...
+
+    async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
+        """The signatures that exist, by key."""
+        ...
+
+
+class SessionStore(Protocol):
+    """Where sessions live and what they used."""
+
+    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+        """Compare and set: store ``placement`` if the session's version is still ``expected_version``.
+
+        Returns the placement that holds afterwards, which is another caller's when that one was faster. A session
+        that is not stored (never placed, or lost) takes any proposal. Proposing the replica where it already is
+        changes nothing but keeps it alive for another ``SESSION_TTL_S``.
+        """
+        ...
+
+    async def read_placement(self, session_key: str) -> Placement | None:
+        """Where a session lives."""
+        ...
+
+    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
+        """Where sessions live, of those that are placed."""
+        ...
+
+    async def list_placements(self, n: int) -> list[Placement]:
+        """The ``n`` sessions placed or moved last, newest first."""
+        ...
+
+    async def forget_placement(self, session_key: str) -> None:
+        """Make a session unplaced."""
+        ...
+
+    async def record_turn(self, turn: TurnRecord) -> None:
+        """Add a finished turn to its session's usage and keep the session's placement alive."""
+        ...
+
+    async def list_sessions(self, n: int) -> list[SessionUsage]:
+        """Usage of the ``n`` sessions that were active last, newest first."""
+        ...
+
+
+class TenantStore(Protocol):
+    """Tenants, their keys (hashed) and their limits."""
+
+    async def write_tenant(self, tenant: TenantSpec) -> None:
+        """Create or replace a tenant; keys it no longer lists stop working."""
+        ...
+
+    async def list_tenants(self) -> list[TenantSpec]:
+        """Every tenant, ordered by id."""
+        ...
+
+    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
+        """The tenant that a key belongs to, by the key's SHA-256 in lower-case hex."""
+        ...
+
+    async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
+        """Take one request, ``turn.tokens`` tokens and one running turn from the tenant's limits, or nothing.
+
+        Rates are token buckets that hold one minute's worth and refill evenly. ``now_s`` is Unix time.
+        """
+        ...
+
+    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
+        """Keep a turn counted as running for another ``lease_s`` seconds; a turn not counted stays so."""
+        ...
+
+    async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
+        """End a turn: free its place and give back the tokens it took but did not use."""
+        ...
+
+
+class Store(ReplicaStore, SessionStore, TenantStore, Protocol):
+    """Everything that a service shares."""
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> bool:
+        """Take or renew the named lease; False while another holder has it."""
+        ...
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        """Give the lease back if ``holder`` has it."""
+        ...
+
+    async def ping(self) -> None:
+        """Return if the store answers."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections. The store is not usable afterwards."""
+        ...

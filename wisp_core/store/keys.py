@@ -1,0 +1,117 @@
+"""Every Redis key and channel of a service, in one place.
+
+All keys start with ``wisp:{service}:``. The braces are literal: they make the service one hash slot of a Redis
+cluster, so that scripts and pipelines over several keys work there too.
+
+| key | type | TTL | writer | reader |
+|---|---|---|---|---|
+| ``snapshot:REPLICA`` | string, ReplicaSnapshot | ``snapshot_ttl_s`` | replica | router, policy, status |
+| ``replicas`` | zset, REPLICA by ``at_s`` | none, aged members removed | replica | router, policy, status |
+| ``plan:REPLICA`` | hash, revision and SplitPlan | ``PLAN_TTL_S`` | policy | replica |
+| ``plan-wakeup:REPLICA`` | channel, revision | | policy | replica |
+| ``outcomes:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | replica | policy, status |
+| ``decisions:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | policy | status |
+| ``signature:KEY`` | string, Signature | ``SIGNATURE_TTL_S`` | replica | router |
+| ``placement:SESSION`` | hash, version, replica, Placement | ``SESSION_TTL_S`` after a turn | router | router, status |
+| ``placements`` | zset, SESSION by time placed, ``INDEX_LENGTH`` | none, oldest removed | router | status |
+| ``session:SESSION`` | hash, counters of SessionUsage | ``SESSION_TTL_S`` after a turn | ingress | status |
+| ``sessions`` | zset, SESSION by last turn, ``INDEX_LENGTH`` | none, oldest removed | ingress | status |
+| ``tenants`` | hash, TENANT to TenantSpec | none | start-up, admin | ingress |
+| ``tenant-keys`` | hash, SHA-256 of a key to TENANT | none | start-up, admin | ingress |
+| ``limit:TENANT:WHICH`` | string, time when the bucket is full, s | until full | ingress | ingress |
+| ``turns:TENANT`` | zset, turn id by the end of its lease, s | the longest lease | ingress | ingress |
+| ``lease:NAME`` | string, holder | the lease's | holder | holder |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SNAPSHOT_TTL_S = 30.0
+PLAN_TTL_S = 24 * 3600
+LOG_TTL_S = 24 * 3600
+LOG_LENGTH = 200
+SIGNATURE_TTL_S = 2 * 3600
+SESSION_TTL_S = 2 * 3600
+INDEX_LENGTH = 100_000
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one service."""
+
+    service: str
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the service starts with, colon included."""
+        return f"wisp:{{{self.service}}}:"
+
+    def snapshot(self, replica_id: str) -> str:
+        """Last snapshot of a replica."""
+        return f"{self.prefix}snapshot:{replica_id}"
+
+    @property
+    def replicas(self) -> str:
+        """Index of replicas by the time of their last snapshot."""
+        return f"{self.prefix}replicas"
+
+    def plan(self, replica_id: str) -> str:
+        """Last plan for a replica."""
+        return f"{self.prefix}plan:{replica_id}"
+
+    def plan_wakeup(self, replica_id: str) -> str:
+        """Channel that says that a replica has a new plan."""
+        return f"{self.prefix}plan-wakeup:{replica_id}"
+
+    def outcomes(self, replica_id: str) -> str:
+        """What became of a replica's plans."""
+        return f"{self.prefix}outcomes:{replica_id}"
+
+    def decisions(self, replica_id: str) -> str:
+        """What the policy service decided for a replica."""
+        return f"{self.prefix}decisions:{replica_id}"
+
+    def signature(self, key: str) -> str:
+        """Signature of a tenant, user, session or replica."""
+        return f"{self.prefix}signature:{key}"
+
+    def placement(self, session_key: str) -> str:
+        """Where a session lives."""
+        return f"{self.prefix}placement:{session_key}"
+
+    @property
+    def placements(self) -> str:
+        """Index of placed sessions by the time of their last move."""
+        return f"{self.prefix}placements"
+
+    def session(self, session_key: str) -> str:
+        """Usage counters of a session."""
+        return f"{self.prefix}session:{session_key}"
+
+    @property
+    def sessions(self) -> str:
+        """Index of sessions by their last turn."""
+        return f"{self.prefix}sessions"
+
+    @property
+    def tenants(self) -> str:
+        """All tenants."""
+        return f"{self.prefix}tenants"
+
+    @property
+    def tenant_keys(self) -> str:
+        """Which tenant a key's SHA-256 belongs to."""
+        return f"{self.prefix}tenant-keys"
+
+    def limit(self, tenant_id: str, which: str) -> str:
+        """Rate bucket of a tenant; ``which`` is ``requests`` or ``tokens``."""
+        return f"{self.prefix}limit:{tenant_id}:{which}"
+
+    def turns(self, tenant_id: str) -> str:
+        """Turns of a tenant that run now."""
+        return f"{self.prefix}turns:{tenant_id}"
+
+    def lease(self, name: str) -> str:
+        """A named lease."""
+        return f"{self.prefix}lease:{name}"

@@ -1,0 +1,249 @@
+"""The store in memory: one process, nothing kept. Same contract as Redis, and the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from wisp_core.contracts import (
+    DecisionRecord,
+    Placement,
+    ReplicaSnapshot,
+    ResizeOutcome,
+    SessionUsage,
+    Signature,
+    SplitPlan,
+    TenantSpec,
+    TurnRecord,
+)
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store import keys as k
+from wisp_core.store.interface import Admission, Limit, TurnRequest
+from wisp_core.store.usage import usage_fields, usage_from_fields
+
+
+class MemoryStore:
+    """``Store`` in memory, for one event loop. ``is_available`` False makes every method raise."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` gives Unix seconds; TTLs follow it."""
+        self.is_available = True
+        self._clock = clock
+        self._snapshots: dict[str, tuple[float, ReplicaSnapshot]] = {}
+        self._plans: dict[str, SplitPlan] = {}
+        self._plan_written = asyncio.Condition()
+        self._outcomes: defaultdict[str, deque[ResizeOutcome]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
+        self._decisions: defaultdict[str, deque[DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
+        self._signatures: dict[str, tuple[float, Signature]] = {}
+        self._placements: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
+        self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
+        self._tenants: dict[str, TenantSpec] = {}
+        self._full_at_s: dict[tuple[str, Limit], float] = {}
+        self._turns: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._leases: dict[str, tuple[float, str]] = {}
+
+    async def ping(self) -> None:
+        """See Store."""
+        if not self.is_available:
+            raise StoreUnavailableError("the in-memory store is switched off")
+
+    async def close(self) -> None:
+        """See Store."""
+
+    async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
+        """See Store."""
+        await self.ping()
+        self._snapshots[snapshot.replica_id] = (self._clock() + k.SNAPSHOT_TTL_S, snapshot)
+
+    async def list_snapshots(self) -> list[ReplicaSnapshot]:
+        """See Store."""
+        await self.ping()
+        now_s = self._clock()
+        return [snapshot for _, (until_s, snapshot) in sorted(self._snapshots.items()) if until_s > now_s]
+
+    async def delete_snapshot(self, replica_id: str) -> None:
+        """See Store."""
+        await self.ping()
+        self._snapshots.pop(replica_id, None)
+
+    async def write_plan(self, plan: SplitPlan) -> bool:
+        """See Store."""
+        await self.ping()
+        current = self._plans.get(plan.replica_id)
+        if current is not None and plan.revision <= current.revision:
+            return False
+        async with self._plan_written:
+            self._plans[plan.replica_id] = plan
+            self._plan_written.notify_all()
+        return True
+
+    async def read_plan(self, replica_id: str) -> SplitPlan | None:
+        """See Store."""
+        await self.ping()
+        return self._plans.get(replica_id)
+
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+        """See Store."""
+        last_revision = 0
+        while True:
+            plan = self._plans.get(replica_id) if self.is_available else None
+            if plan is not None and plan.revision > last_revision:
+                last_revision = plan.revision
+                yield plan
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(period_s), self._plan_written:
+                    await self._plan_written.wait()
+
+    async def append_outcome(self, outcome: ResizeOutcome) -> None:
+        """See Store."""
+        await self.ping()
+        self._outcomes[outcome.replica_id].appendleft(outcome)
+
+    async def list_outcomes(self, replica_id: str, n: int) -> list[ResizeOutcome]:
+        """See Store."""
+        await self.ping()
+        return list(self._outcomes[replica_id])[: max(0, n)]
+
+    async def append_decision(self, record: DecisionRecord) -> None:
+        """See Store."""
+        await self.ping()
+        self._decisions[record.replica_id].appendleft(record)
+
+    async def list_decisions(self, replica_id: str, n: int) -> list[DecisionRecord]:
+        """See Store."""
+        await self.ping()
+        return list(self._decisions[replica_id])[: max(0, n)]
+
+    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
+        """See Store."""
+        await self.ping()
+        until_s = self._clock() + k.SIGNATURE_TTL_S
+        self._signatures.update({signature.key: (until_s, signature) for signature in signatures})
+
+    async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
+        """See Store."""
+        await self.ping()
+        now_s = self._clock()
+        found = {key: self._signatures[key] for key in keys if key in self._signatures}
+        return {key: signature for key, (until_s, signature) in found.items() if until_s > now_s}
+
+    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+        """See Store."""
+        current = await self.read_placement(session_key)
+        until_s = self._clock() + k.SESSION_TTL_S
+        if current is not None and (current.version != expected_version or current.replica_id == placement.replica_id):
+            self._placements[session_key] = (until_s, current)
+            return current
+        self._placements.pop(session_key, None)
+        self._placements[session_key] = (until_s, placement)
+        if len(self._placements) > k.INDEX_LENGTH:
+            self._placements.popitem(last=False)
+        return placement
+
+    async def read_placement(self, session_key: str) -> Placement | None:
+        """See Store."""
+        return (await self.read_placements([session_key])).get(session_key)
+
+    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
+        """See Store."""
+        await self.ping()
+        now_s = self._clock()
+        found = {key: self._placements[key] for key in session_keys if key in self._placements}
+        return {key: placement for key, (until_s, placement) in found.items() if until_s > now_s}
+
+    async def list_placements(self, n: int) -> list[Placement]:
+        """See Store."""
+        newest = list(reversed(self._placements))[: max(0, n)]
+        return list((await self.read_placements(newest)).values())
+
+    async def forget_placement(self, session_key: str) -> None:
+        """See Store."""
+        await self.ping()
+        self._placements.pop(session_key, None)
+
+    async def record_turn(self, turn: TurnRecord) -> None:
+        """See Store."""
+        await self.ping()
+        usage = self._usage.pop(turn.session_key, {})
+        for field, amount in usage_fields(turn).items():
+            usage[field] = float(usage.get(field, 0)) + amount
+        usage["replica_id"], usage["last_turn_at_s"] = turn.replica_id, turn.at_s
+        self._usage[turn.session_key] = usage
+        if len(self._usage) > k.INDEX_LENGTH:
+            self._usage.popitem(last=False)
+        if turn.session_key in self._placements:
+            _, placement = self._placements[turn.session_key]
+            self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
+
+    async def list_sessions(self, n: int) -> list[SessionUsage]:
+        """See Store."""
+        await self.ping()
+        newest = sorted(self._usage.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
+        return [usage_from_fields(key, fields) for key, fields in newest[: max(0, n)]]
+
+    async def write_tenant(self, tenant: TenantSpec) -> None:
+        """See Store."""
+        await self.ping()
+        self._tenants[tenant.tenant_id] = tenant
+
+    async def list_tenants(self) -> list[TenantSpec]:
+        """See Store."""
+        await self.ping()
+        return [self._tenants[tenant_id] for tenant_id in sorted(self._tenants)]
+
+    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
+        """See Store."""
+        await self.ping()
+        return next((tenant for tenant in self._tenants.values() if key_sha256 in tenant.key_sha256), None)
+
+    async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
+        """See Store."""
+        await self.ping()
+        turns = self._turns[turn.tenant_id]
+        for turn_id in [turn_id for turn_id, until_s in turns.items() if until_s <= now_s]:
+            del turns[turn_id]
+        if len(turns) >= turn.max_concurrent_turns:
+            return Admission(False, 1.0, Limit.TURNS)
+        full_at_s: dict[Limit, float] = {}
+        costs = ((Limit.REQUESTS, 1, turn.requests_per_minute), (Limit.TOKENS, turn.tokens, turn.tokens_per_minute))
+        for which, cost, per_minute in costs:
+            if cost > per_minute:
+                return Admission(False, None, which)
+            full_s = max(now_s, self._full_at_s.get((turn.tenant_id, which), 0.0)) + cost * 60 / per_minute
+            if full_s - now_s - 60 > 1e-6:
+                return Admission(False, full_s - now_s - 60, which)
+            full_at_s[which] = full_s
+        self._full_at_s.update({(turn.tenant_id, which): full_s for which, full_s in full_at_s.items()})
+        turns[turn.turn_id] = now_s + turn.lease_s
+        return Admission(True)
+
+    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
+        """See Store."""
+        await self.ping()
+        if turn_id in self._turns[tenant_id]:
+            self._turns[tenant_id][turn_id] = now_s + lease_s
+
+    async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
+        """See Store."""
+        await self.ping()
+        bucket = (turn.tenant_id, Limit.TOKENS)
+        if self._turns[turn.tenant_id].pop(turn.turn_id, None) is not None and bucket in self._full_at_s:
+            self._full_at_s[bucket] -= (turn.tokens - used_tokens) * 60 / turn.tokens_per_minute
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> bool:
+        """See Store."""
+        await self.ping()
+        until_s, current = self._leases.get(name, (0.0, holder))
+        if current != holder and until_s > self._clock():
+            return False
+        self._leases[name] = (self._clock() + ttl_s, holder)
+        return True
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        """See Store."""
+        await self.ping()
+        if self._leases.get(name, (0.0, ""))[1] == holder:
+            del self._leases[name]

@@ -1,0 +1,305 @@
+"""The store on Redis (or Valkey)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from wisp_core.contracts import (
+    Contract,
+    DecisionRecord,
+    Placement,
+    ReplicaSnapshot,
+    ResizeOutcome,
+    SessionUsage,
+    Signature,
+    SplitPlan,
+    TenantSpec,
+    TurnRecord,
+)
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store import keys as k
+from wisp_core.store import scripts
+from wisp_core.store.connection import Connection
+from wisp_core.store.interface import Admission, Limit, TurnRequest
+from wisp_core.store.usage import usage_fields, usage_from_fields
+
+ContractT = TypeVar("ContractT", bound=Contract)
+
+
+def _parse(cls: type[ContractT], text: str | None) -> ContractT | None:
+    """Read a contract; None if there is none or it is of another schema."""
+    if text is None:
+        return None
+    try:
+        return cls.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _parse_all(cls: type[ContractT], texts: Iterable[str | None]) -> list[ContractT]:
+    return [value for text in texts if (value := _parse(cls, text)) is not None]
+
+
+class RedisStore:
+    """``Store`` on Redis. Belongs to the event loop that first uses it."""
+
+    def __init__(self, url: str, service: str, *, password: str | None = None, timeout_s: float = 0.2) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            url: ``redis://``, ``rediss://`` or ``unix://`` URL.
+            service: Name of the service, part of every key.
+            password: Overrides the URL's, so that the URL may be logged.
+            timeout_s: Longest wait for a connection and for a reply, seconds.
+        """
+        self._keys = k.Keys(service)
+        self._connection = Connection(url, password, timeout_s)
+
+    async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
+            pipe.set(
+                self._keys.snapshot(snapshot.replica_id), snapshot.model_dump_json(), px=int(k.SNAPSHOT_TTL_S * 1000)
+            )
+            pipe.zadd(self._keys.replicas, {snapshot.replica_id: time.time()})
+            pipe.zremrangebyscore(self._keys.replicas, "-inf", time.time() - k.SNAPSHOT_TTL_S)
+            await pipe.execute()
+
+    async def list_snapshots(self) -> list[ReplicaSnapshot]:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            replica_ids = sorted(await redis.zrange(self._keys.replicas, 0, -1))
+            if not replica_ids:
+                return []
+            texts = await redis.mget([self._keys.snapshot(replica_id) for replica_id in replica_ids])
+        return _parse_all(ReplicaSnapshot, texts)
+
+    async def delete_snapshot(self, replica_id: str) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self._keys.snapshot(replica_id))
+            pipe.zrem(self._keys.replicas, replica_id)
+            await pipe.execute()
+
+    async def write_plan(self, plan: SplitPlan) -> bool:
+        """See Store."""
+        keys = [self._keys.plan(plan.replica_id), self._keys.plan_wakeup(plan.replica_id)]
+        args: list[str | int | float] = [plan.revision, plan.model_dump_json(), k.PLAN_TTL_S * 1000]
+        return bool(await self._connection.run(scripts.WRITE_PLAN, keys, args))
+
+    async def read_plan(self, replica_id: str) -> SplitPlan | None:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            return _parse(SplitPlan, await redis.hget(self._keys.plan(replica_id), "plan"))
+
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+        """See Store. Messages lost while Redis was away do not matter: the key is re-read each period."""
+        last_revision = 0
+        async with self._connection.client.pubsub(ignore_subscribe_messages=True) as wakeups:
+            while True:
+                with contextlib.suppress(StoreUnavailableError):
+                    plan = await self.read_plan(replica_id)
+                    if plan is not None and plan.revision > last_revision:
+                        last_revision = plan.revision
+                        yield plan
+                await _wait_for_wakeup(wakeups, self._keys.plan_wakeup(replica_id), period_s)
+
+    async def append_outcome(self, outcome: ResizeOutcome) -> None:
+        """See Store."""
+        await self._append(self._keys.outcomes(outcome.replica_id), outcome)
+
+    async def list_outcomes(self, replica_id: str, n: int) -> list[ResizeOutcome]:
+        """See Store."""
+        return _parse_all(ResizeOutcome, await self._read_log(self._keys.outcomes(replica_id), n))
+
+    async def append_decision(self, record: DecisionRecord) -> None:
+        """See Store."""
+        await self._append(self._keys.decisions(record.replica_id), record)
+
+    async def list_decisions(self, replica_id: str, n: int) -> list[DecisionRecord]:
+        """See Store."""
+        return _parse_all(DecisionRecord, await self._read_log(self._keys.decisions(replica_id), n))
+
+    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            for signature in signatures:
+                pipe.set(self._keys.signature(signature.key), signature.model_dump_json(), ex=k.SIGNATURE_TTL_S)
+            await pipe.execute()
+
+    async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
+        """See Store."""
+        wanted = [self._keys.signature(key) for key in keys]
+        if not wanted:
+            return {}
+        async with self._connection.guard() as redis:
+            texts = await redis.mget(wanted)
+        return {signature.key: signature for signature in _parse_all(Signature, texts)}
+
+    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+        """See Store."""
+        args: list[str | int | float] = [
+            "" if expected_version is None else expected_version,
+            placement.version,
+            placement.replica_id,
+            placement.model_dump_json(),
+            placement.at_s,
+            session_key,
+            k.SESSION_TTL_S * 1000,
+            k.INDEX_LENGTH,
+        ]
+        keys = [self._keys.placement(session_key), self._keys.placements]
+        winner = _parse(Placement, await self._connection.run(scripts.PLACE, keys, args))
+        return placement if winner is None else winner
+
+    async def read_placement(self, session_key: str) -> Placement | None:
+        """See Store."""
+        return (await self.read_placements([session_key])).get(session_key)
+
+    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            for session_key in session_keys:
+                pipe.hget(self._keys.placement(session_key), "placement")
+            texts = await pipe.execute()
+        return {placement.session_key: placement for placement in _parse_all(Placement, texts)}
+
+    async def list_placements(self, n: int) -> list[Placement]:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            session_keys = await redis.zrange(self._keys.placements, 0, n - 1, desc=True) if n > 0 else []
+        return list((await self.read_placements(session_keys)).values())
+
+    async def forget_placement(self, session_key: str) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self._keys.placement(session_key))
+            pipe.zrem(self._keys.placements, session_key)
+            await pipe.execute()
+
+    async def record_turn(self, turn: TurnRecord) -> None:
+        """See Store."""
+        usage_key = self._keys.session(turn.session_key)
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            for field, amount in usage_fields(turn).items():
+                pipe.hincrbyfloat(usage_key, field, amount)
+            pipe.hset(usage_key, mapping={"replica_id": turn.replica_id, "last_turn_at_s": turn.at_s})
+            pipe.expire(usage_key, k.SESSION_TTL_S)
+            pipe.expire(self._keys.placement(turn.session_key), k.SESSION_TTL_S)
+            pipe.zadd(self._keys.sessions, {turn.session_key: turn.at_s})
+            pipe.zremrangebyrank(self._keys.sessions, 0, -1 - k.INDEX_LENGTH)
+            await pipe.execute()
+
+    async def list_sessions(self, n: int) -> list[SessionUsage]:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            session_keys = await redis.zrange(self._keys.sessions, 0, n - 1, desc=True) if n > 0 else []
+            for session_key in session_keys:
+                pipe.hgetall(self._keys.session(session_key))
+            rows = await pipe.execute()
+        return [usage_from_fields(key, row) for key, row in zip(session_keys, rows, strict=True) if row]
+
+    async def write_tenant(self, tenant: TenantSpec) -> None:
+        """See Store."""
+        args = [tenant.tenant_id, tenant.model_dump_json(), *tenant.key_sha256]
+        await self._connection.run(scripts.WRITE_TENANT, [self._keys.tenants, self._keys.tenant_keys], [*args])
+
+    async def list_tenants(self) -> list[TenantSpec]:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            rows: dict[str, str] = await redis.hgetall(self._keys.tenants)
+        return _parse_all(TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
+
+    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            tenant_id = await redis.hget(self._keys.tenant_keys, key_sha256)
+            return None if tenant_id is None else _parse(TenantSpec, await redis.hget(self._keys.tenants, tenant_id))
+
+    async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
+        """See Store."""
+        keys = [
+            self._keys.limit(turn.tenant_id, Limit.REQUESTS),
+            self._keys.limit(turn.tenant_id, Limit.TOKENS),
+            self._keys.turns(turn.tenant_id),
+        ]
+        args: list[str | int | float] = [
+            f"{now_s:.6f}",
+            turn.requests_per_minute,
+            turn.tokens_per_minute,
+            turn.tokens,
+            turn.max_concurrent_turns,
+            turn.turn_id,
+            turn.lease_s,
+        ]
+        which, wait_s = await self._connection.run(scripts.ADMIT, keys, args)
+        if not which:
+            return Admission(True)
+        return Admission(False, float(wait_s) if wait_s else None, Limit(which))
+
+    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(self._keys.turns(tenant_id), {turn_id: now_s + lease_s}, xx=True)
+            pipe.pexpire(self._keys.turns(tenant_id), int(lease_s * 1000) + 1000)
+            await pipe.execute()
+
+    async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
+        """See Store."""
+        keys = [self._keys.limit(turn.tenant_id, Limit.TOKENS), self._keys.turns(turn.tenant_id)]
+        refund_s = (turn.tokens - used_tokens) * 60 / turn.tokens_per_minute
+        await self._connection.run(scripts.SETTLE, keys, [turn.turn_id, f"{refund_s:.6f}"])
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> bool:
+        """See Store."""
+        return bool(
+            await self._connection.run(scripts.ACQUIRE_LEASE, [self._keys.lease(name)], [holder, int(ttl_s * 1000)])
+        )
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        """See Store."""
+        await self._connection.run(scripts.RELEASE_LEASE, [self._keys.lease(name)], [holder])
+
+    async def ping(self) -> None:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            await redis.ping()
+
+    async def close(self) -> None:
+        """See Store."""
+        await self._connection.close()
+
+    async def _append(self, key: str, record: Contract) -> None:
+        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
+            pipe.lpush(key, record.model_dump_json())
+            pipe.ltrim(key, 0, k.LOG_LENGTH - 1)
+            pipe.expire(key, k.LOG_TTL_S)
+            await pipe.execute()
+
+    async def _read_log(self, key: str, n: int) -> Sequence[str]:
+        if n <= 0:
+            return []
+        async with self._connection.guard() as redis:
+            texts: list[str] = await redis.lrange(key, 0, n - 1)
+        return texts
+
+
+async def _wait_for_wakeup(wakeups: PubSub, channel: str, period_s: float) -> None:
+    """Return when a message came or after ``period_s``, whatever the state of the connection."""
+    deadline_s = time.monotonic() + period_s
+    try:
+        if not wakeups.subscribed:
+            await wakeups.subscribe(channel)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if await wakeups.get_message(timeout=left_s) is not None:
+                return
+    except (RedisError, OSError):
+        await asyncio.sleep(max(0.0, deadline_s - time.monotonic()))

@@ -1,0 +1,107 @@
+"""Every Lua script: check-and-act steps that must be one step. All keys of a call share one hash slot."""
+
+from __future__ import annotations
+
+WRITE_PLAN = """
+local current = tonumber(redis.call('HGET', KEYS[1], 'revision') or '0')
+if tonumber(ARGV[1]) <= current then return 0 end
+redis.call('HSET', KEYS[1], 'revision', ARGV[1], 'plan', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PUBLISH', KEYS[2], ARGV[1])
+return 1
+"""
+"""Store a plan of a higher revision.
+
+KEYS: plan hash, wake-up channel. ARGV: revision, plan JSON, TTL ms. Returns 1 if stored, 0 if not newer.
+"""
+
+PLACE = """
+local current = redis.call('HMGET', KEYS[1], 'version', 'replica', 'placement')
+local answer = ARGV[4]
+if current[1] and (current[1] ~= ARGV[1] or current[2] == ARGV[3]) then
+  answer = current[3]
+else
+  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'replica', ARGV[3], 'placement', ARGV[4])
+  redis.call('ZADD', KEYS[2], ARGV[5], ARGV[6])
+  redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - tonumber(ARGV[8]))
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[7])
+return answer
+"""
+"""Place a session unless another placement got in between.
+
+KEYS: placement hash, index of placements. ARGV: expected version ('' for none), new version, replica id,
+placement JSON, its time in s, session key, TTL ms, longest index. Returns the JSON of the placement that holds.
+"""
+
+ADMIT = """
+local now = tonumber(ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[1])
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then
+  return {'turns', '1'}
+end
+local full_at = {}
+local names = {'requests', 'tokens'}
+local costs = {1, tonumber(ARGV[4])}
+for i = 1, 2 do
+  local per_minute = tonumber(ARGV[1 + i])
+  if costs[i] > per_minute then return {names[i], ''} end
+  local full = math.max(now, tonumber(redis.call('GET', KEYS[i]) or '0')) + costs[i] * 60 / per_minute
+  local wait = full - now - 60
+  if wait > 1e-6 then return {names[i], string.format('%.6f', wait)} end
+  full_at[i] = full
+end
+for i = 1, 2 do
+  redis.call('SET', KEYS[i], string.format('%.6f', full_at[i]), 'PX', math.ceil((full_at[i] - now) * 1000) + 1000)
+end
+redis.call('ZADD', KEYS[3], now + tonumber(ARGV[7]), ARGV[6])
+redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[7]) * 1000) + 1000)
+return {'', ''}
+"""
+"""Admit a turn against requests and tokens per minute and turns at once: all three or none.
+
+A bucket is kept as the time at which it will be full again; what is missing from it now is that time's distance.
+KEYS: requests bucket, tokens bucket, running turns. ARGV: now s, requests per minute, tokens per minute, tokens,
+most turns, turn id, lease s. Returns {'', ''} if admitted, else {limit, seconds to wait, '' if it can never be}.
+When a running turn will end is not known, so a full house says one second.
+"""
+
+SETTLE = """
+local removed = redis.call('ZREM', KEYS[2], ARGV[1])
+local full = redis.call('GET', KEYS[1])
+if removed == 1 and full then
+  redis.call('SET', KEYS[1], string.format('%.6f', tonumber(full) - tonumber(ARGV[2])), 'KEEPTTL')
+end
+return removed
+"""
+"""End a turn and give back what it did not use; a second call does nothing.
+
+KEYS: tokens bucket, running turns. ARGV: turn id, seconds of refill to give back. Returns 1 if the turn was counted.
+"""
+
+ACQUIRE_LEASE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+"""Take or renew a lease. KEYS: lease. ARGV: holder, TTL ms. Returns 1 if held now, 0 if another holds it."""
+
+RELEASE_LEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+"""Give a lease back. KEYS: lease. ARGV: holder. Returns 1 if it was the holder's."""
+
+WRITE_TENANT = """
+for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do
+  if redis.call('HGET', KEYS[2], key) == ARGV[1] then redis.call('HDEL', KEYS[2], key) end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+for i = 3, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], ARGV[1]) end
+return #ARGV - 2
+"""
+"""Create or replace a tenant and its keys.
+
+KEYS: tenants, tenant keys. ARGV: tenant id, tenant JSON, SHA-256 of each key. Returns the number of keys.
+"""

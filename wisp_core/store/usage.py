@@ -1,0 +1,35 @@
+"""How a session's usage is kept as counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from wisp_core.contracts import SessionUsage, TurnRecord
+
+_COUNTS = ("turns", "failed_turns", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_turns")
+
+
+def usage_fields(turn: TurnRecord) -> dict[str, float]:
+    """What ``turn`` adds to each counter of its session."""
+    return {
+        "turns": 1,
+        "failed_turns": int(turn.is_failed),
+        "prompt_tokens": turn.prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "ttft_turns": int(turn.ttft_s is not None),
+        "ttft_sum_s": turn.ttft_s or 0.0,
+        "decode_s": 0.0 if turn.ttft_s is None else max(0.0, turn.duration_s - turn.ttft_s),
+    }
+
+
+def usage_from_fields(session_key: str, fields: Mapping[str, str | float]) -> SessionUsage:
+    """Read the counters, plus ``replica_id`` and ``last_turn_at_s``."""
+    return SessionUsage(
+        session_key=session_key,
+        replica_id=str(fields["replica_id"]),
+        last_turn_at_s=float(fields["last_turn_at_s"]),
+        ttft_sum_s=float(fields.get("ttft_sum_s", 0)),
+        decode_s=float(fields.get("decode_s", 0)),
+        **{name: int(float(fields.get(name, 0))) for name in _COUNTS},
+    )
