@@ -93,7 +93,7 @@ def write_tiny_model(directory: Path, config: TinyModelConfig) -> None:
     """Write config, weights, tokenizer and chat template into ``directory``; equal configs give equal bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config.dtype)
-    tensors = {name: torch.from_numpy(array).to(dtype).contiguous() for name, array in _tensors(config)}
+    tensors = {name: torch.from_numpy(array).to(dtype, copy=True) for name, array in _tensors(config)}
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
     _write_json(directory / "config.json", _hf_config(config))
     generation = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, "do_sample": True}

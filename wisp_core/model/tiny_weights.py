@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float32]
 
-EMBEDDING_TOPIC = 0.8
-"""Share of a word's embedding that is its topic's direction; the rest, sqrt(1 - 0.8²), is the word's own noise."""
+EMBEDDING_TOPIC = 0.65
+"""Share of a word's embedding that is its topic's direction; the rest, sqrt(1 - 0.65²), is the word's own noise."""
 SUBLAYER_GAIN = 0.25
 """Root mean square of what one attention or expert layer adds, relative to the embedding's."""
 COPY_GAIN = 0.35
 """How strongly the context's mean topic is written back, relative to the embedding."""
-GATE_TOPIC = 6.0
-"""Router logit that a pure topic vector gives its most preferred expert."""
-GATE_SLOPE = 0.35
+GATE_TOPIC = 2.0
+"""Router logit that a pure topic vector gives its most preferred expert; others get noise of deviation 1."""
+GATE_SLOPE = 0.2
 """How much of it the least preferred of a topic's experts lacks, so that a topic's experts differ in popularity."""
 HEAD_TOPIC = 10.0
 """Output logit that a pure topic vector gives its words."""
