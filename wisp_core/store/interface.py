@@ -6,7 +6,7 @@ degrade. Values of another schema version count as missing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -77,7 +77,7 @@ class ReplicaStore(Protocol):
         """The plan with the highest revision."""
         ...
 
-    def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+    def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
         """Yield the current plan and each newer one, at once when woken, else within ``period_s``.
 
         Never raises StoreUnavailableError: an outage is waited out.

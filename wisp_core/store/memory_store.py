@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from wisp_core.contracts import (
     DecisionRecord,
@@ -21,7 +22,7 @@ from wisp_core.contracts import (
 )
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
-from wisp_core.store.interface import Admission, Limit, TurnRequest
+from wisp_core.store.interface import Admission, Limit, Store, TurnRequest
 from wisp_core.store.usage import usage_fields, usage_from_fields
 
 
@@ -85,7 +86,7 @@ class MemoryStore:
         await self.ping()
         return self._plans.get(replica_id)
 
-    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
         """See Store."""
         last_revision = 0
         while True:
@@ -247,3 +248,7 @@ class MemoryStore:
         await self.ping()
         if self._leases.get(name, (0.0, ""))[1] == holder:
             del self._leases[name]
+
+
+if TYPE_CHECKING:
+    _store: type[Store] = MemoryStore

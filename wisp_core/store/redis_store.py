@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from redis.asyncio.client import PubSub
@@ -28,7 +28,7 @@ from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store import scripts
 from wisp_core.store.connection import Connection
-from wisp_core.store.interface import Admission, Limit, TurnRequest
+from wisp_core.store.interface import Admission, Limit, Store, TurnRequest
 from wisp_core.store.usage import usage_fields, usage_from_fields
 
 ContractT = TypeVar("ContractT", bound=Contract)
@@ -100,7 +100,7 @@ class RedisStore:
         async with self._connection.guard() as redis:
             return _parse(SplitPlan, await redis.hget(self._keys.plan(replica_id), "plan"))
 
-    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncIterator[SplitPlan]:
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
         """See Store. Messages lost while Redis was away do not matter: the key is re-read each period."""
         last_revision = 0
         async with self._connection.client.pubsub(ignore_subscribe_messages=True) as wakeups:
@@ -303,3 +303,7 @@ async def _wait_for_wakeup(wakeups: PubSub, channel: str, period_s: float) -> No
                 return
     except (RedisError, OSError):
         await asyncio.sleep(max(0.0, deadline_s - time.monotonic()))
+
+
+if TYPE_CHECKING:
+    _store: type[Store] = RedisStore

