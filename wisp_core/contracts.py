@@ -169,6 +169,7 @@ class Decision(Value):
     split: Split
     reason: str
     predicted_cost: float | None = Field(default=None, description="Predicted seconds per second at ``split``.")
+    current_cost: float | None = Field(default=None, description="The same at the snapshot's split.")
     marginals: Marginals | None = None
 
 
