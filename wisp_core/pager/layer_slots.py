@@ -1,0 +1,75 @@
+"""The slots of one layer: tensors with room for every expert, of which only the first ``cap`` have pages."""
+
+from __future__ import annotations
+
+import torch
+
+from wisp_core.memory.region import Backing, ByteRange
+from wisp_core.pager.host_store import HostStore
+from wisp_core.pager.slot_table import Copy, Move
+
+
+class LayerSlots:
+    """Slot tensors of one layer in one region; each parameter starts on a page of its own.
+
+    The tensors keep the shape [E, ...] of the parameters they replace, so the kernel chooses the same configuration
+    as with all experts resident. Only slots below the cap may be touched.
+    """
+
+    def __init__(self, name: str, store: HostStore, backing: Backing) -> None:
+        """Reserve the address range, nothing backed: call `resize` before use."""
+        self._store = store
+        self._page_bytes = backing.page_bytes
+        self._shapes = store.shapes
+        self._starts: dict[str, int] = {}
+        num_bytes = 0
+        for parameter, shape in self._shapes.items():
+            self._starts[parameter] = num_bytes
+            num_bytes += self._whole_pages(shape.expert_bytes * store.num_experts)
+        self.region = backing.reserve(name, num_bytes)
+        self.tensors = {parameter: self._view(parameter) for parameter in self._shapes}
+        self._rows = {parameter: list(tensor.unbind(0)) for parameter, tensor in self.tensors.items()}
+        self._pairs = [(self._store.rows(parameter), self._rows[parameter]) for parameter in self._shapes]
+
+    def bytes_at(self, cap: int) -> int:
+        """Bytes of pages that ``cap`` slots take."""
+        return sum(self._whole_pages(shape.expert_bytes * cap) for shape in self._shapes.values())
+
+    def back(self, old_cap: int, new_cap: int) -> None:
+        """Give pages to slots up to ``new_cap``. Raises MemoryError with nothing changed."""
+        self.region.back(self._ranges(old_cap, new_cap))
+
+    def release(self, old_cap: int, new_cap: int) -> None:
+        """Return the pages that only slots from ``new_cap`` on lie in."""
+        self.region.release(self._ranges(new_cap, old_cap))
+
+    def copy_in(self, copies: list[Copy]) -> None:
+        """Copy experts from the host into slots, in order."""
+        for host, slots in self._pairs:
+            for expert, slot in copies:
+                slots[slot].copy_(host[expert], non_blocking=True)
+
+    def move(self, moves: list[Move]) -> None:
+        """Copy slots onto slots."""
+        for slots in self._rows.values():
+            for source, target in moves:
+                slots[target].copy_(slots[source])
+
+    def _ranges(self, low_cap: int, high_cap: int) -> list[ByteRange]:
+        """Pages that ``high_cap`` slots need and ``low_cap`` slots do not."""
+        ranges = []
+        for parameter, shape in self._shapes.items():
+            start = self._starts[parameter]
+            low = start + self._whole_pages(shape.expert_bytes * low_cap)
+            high = start + self._whole_pages(shape.expert_bytes * high_cap)
+            if high > low:
+                ranges.append((low, high))
+        return ranges
+
+    def _view(self, parameter: str) -> torch.Tensor:
+        shape, start = self._shapes[parameter], self._starts[parameter]
+        flat = self.region.tensor()[start : start + shape.expert_bytes * self._store.num_experts]
+        return flat.view(shape.dtype).view(shape.shape)
+
+    def _whole_pages(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._page_bytes) * self._page_bytes

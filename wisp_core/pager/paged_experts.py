@@ -1,0 +1,169 @@
+"""vLLM's RoutedExperts with its experts paged: the only adapter between vLLM's layers and the pager.
+
+How a layer becomes paged: vLLM builds it (weights are created in host memory), loads it, and post-processes it for
+its kernel; then every ``w13_*`` and ``w2_*`` parameter is handed to the pager and its ``.data`` is pointed at slot
+tensors of the same shape. In a forward, vLLM's own kernel runs on slots, with expert ids mapped to slot ids.
+
+The paged body is one opaque custom op, because on CPU vLLM traces this layer into its compiled graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+
+from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.pager.host_store import paged_parameters
+from wisp_core.pager.pager import ForwardInfo, Pager
+from wisp_core.pager.registry import set_current_pager
+from wisp_core.pager.support import refuse_unsupported
+from wisp_core.settings import WispSettings
+
+logger = logging.getLogger(__name__)
+
+
+class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
+    """RoutedExperts whose weights live in host memory; acts as vLLM's own without a ``wisp`` object."""
+
+    _pager: Pager | None = None
+    _pager_index: int = 0
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
+        """Where vLLM chooses the layer's kernel, before it creates weights: the place to refuse and to intercept."""
+        quant_method = super()._get_quant_method(prefix, quant_config, moe_config)
+        vllm_config = get_current_vllm_config()
+        additional_config = vllm_config.additional_config
+        settings = WispSettings.from_additional_config(additional_config if isinstance(additional_config, dict) else {})
+        if settings is None:
+            return quant_method
+        refuse_unsupported(vllm_config, moe_config, quant_method, settings)
+        self._pager = _pager_of_engine(vllm_config, moe_config, settings)
+        self._pager_index = self._pager.add_layer()
+        self._intercept(quant_method, self._pager)
+        return quant_method
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the routed experts of ``x`` [rows, hidden]; shared experts have run already."""
+        if self._pager is None:
+            return super().forward_modular(x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+        return torch.ops.wisp.paged_experts(x, topk_weights, topk_ids, _encode_layer_name(self.layer_name))
+
+    def run_paged(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Body of the custom op: one kernel call per sub-batch of rows."""
+        assert self._pager is not None
+
+        def apply(rows: slice, slot_ids: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.quant_method.apply(
+                layer=self,
+                x=x[rows],
+                topk_weights=topk_weights[rows],
+                topk_ids=slot_ids,
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+            return output
+
+        return self._pager.run_layer(self._pager_index, topk_ids, apply, _describe_forward)
+
+    def _intercept(self, quant_method: FusedMoEMethodBase, pager: Pager) -> None:
+        """Create this layer's weights in host memory and page them once they are in the kernel's format."""
+        create_weights: Callable[..., None] = quant_method.create_weights
+        process_weights: Callable[..., None] = quant_method.process_weights_after_loading
+
+        def create_in_host_memory(layer: RoutedExperts, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                create_weights(layer=layer, **kwargs)
+
+        def process_and_page(layer: RoutedExperts) -> None:
+            process_weights(layer)
+            parameters = paged_parameters(self.layer_name, self.named_parameters(recurse=False), pager.num_experts)
+            slots = pager.page_layer(self._pager_index, {name: p.data for name, p in parameters.items()})
+            for name, parameter in parameters.items():
+                # Only .data: kernels and quantization configs hold these very Parameter objects.
+                parameter.data = slots[name]
+            if pager.is_ready:
+                _log_ready(pager)
+
+        quant_method.create_weights = create_in_host_memory
+        quant_method.process_weights_after_loading = process_and_page
+
+
+def _pager_of_engine(vllm_config: Any, moe_config: FusedMoEConfig, settings: WispSettings) -> Pager:
+    """The pager that the layers built before this one use; a new one for the first layer of an engine."""
+    for runner in vllm_config.compilation_config.static_forward_context.values():
+        experts = getattr(runner, "routed_experts", None)
+        if isinstance(experts, PagedRoutedExperts) and experts._pager is not None:
+            return experts._pager
+    pager = Pager(settings, moe_config.num_experts, moe_config.experts_per_token, MemfdBacking())
+    set_current_pager(pager)
+    return pager
+
+
+def _describe_forward() -> ForwardInfo | None:
+    """Kind and size of the running forward from its attention metadata; None in profiling and dummy runs."""
+    metadata = get_forward_context().attn_metadata
+    if not metadata:
+        return None
+    layers = metadata if isinstance(metadata, dict) else metadata[0]
+    for of_layer in layers.values():
+        longest = getattr(of_layer, "max_query_len", None)
+        if longest is not None:
+            return ForwardInfo(is_prefill=longest > 1, num_tokens=of_layer.num_actual_tokens)
+    return None
+
+
+def _log_ready(pager: Pager) -> None:
+    logger.info(
+        "WiSP: %d layers paged, %d of %d experts in slots, %.1f MiB",
+        pager.num_layers,
+        pager.cap,
+        pager.num_experts,
+        pager.experts_bytes_by_cap()[pager.cap] / 2**20,
+    )
+    if pager.cap == pager.num_experts:
+        logger.warning("WiSP: the cap holds every expert, so paging only costs: leave 'wisp' out if memory allows")
+
+
+def _paged_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: LayerNameType
+) -> torch.Tensor:
+    runner = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    output: torch.Tensor = runner.routed_experts.run_paged(x, topk_weights, topk_ids)
+    return output
+
+
+def _paged_experts_fake(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: LayerNameType
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_library = torch.library.Library("wisp", "FRAGMENT")
+direct_register_custom_op(
+    op_name="paged_experts",
+    op_func=_paged_experts,
+    fake_impl=_paged_experts_fake,
+    target_lib=_library,
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)

@@ -1,0 +1,331 @@
+"""All paged layers of one engine process: one cap, one set of counters.
+
+A forward begins with layer 0 and ends with the last layer, so the pager needs nothing from the engine around it.
+Everything here runs on the thread that runs the model; a resize happens between forwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from wisp_core.contracts import PagerCounts
+from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedModelError
+from wisp_core.memory.region import Backing
+from wisp_core.pager.counters import ForwardCounter
+from wisp_core.pager.host_store import HostStore
+from wisp_core.pager.layer_slots import LayerSlots
+from wisp_core.pager.link import Link
+from wisp_core.pager.slot_table import SlotTable
+from wisp_core.settings import WispSettings
+from wisp_core.working_set.miss_curve import MissCurve
+
+DECODE_HALF_LIFE_STEPS = 200.0
+PREFILL_HALF_LIFE_STEPS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInfo:
+    """What kind of forward runs: a *prefill* computes more than one token of some request."""
+
+    is_prefill: bool
+    num_tokens: int  # rows that are real tokens; later rows are padding
+
+
+class ForwardObserver(Protocol):
+    """Sees the routing of every counted forward, layer by layer, before its experts are copied."""
+
+    def observe(
+        self,
+        layer_index: int,
+        topk_ids: npt.NDArray[np.integer],  # [rows, top_k]
+        was_resident: npt.NDArray[np.bool_],  # [E]
+        is_prefill: bool,
+    ) -> None:
+        """Called on the model's thread: keep it short, and copy ``topk_ids`` if it is kept."""
+        ...
+
+
+class _Layer:
+    """Table, slots and curves of one layer."""
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing, pin: bool) -> None:
+        store = HostStore(tensors, is_pinned=pin)
+        self.expert_bytes = store.expert_bytes
+        self.table = SlotTable(store.num_experts, cap)
+        self.slots = LayerSlots(name, store, backing)
+        self.slots.back(0, cap)
+        self.decode_curve = MissCurve(store.num_experts, DECODE_HALF_LIFE_STEPS)
+        self.prefill_curve = MissCurve(store.num_experts, PREFILL_HALF_LIFE_STEPS)
+
+
+class Pager:
+    """Keeps ``cap`` experts of every layer in slots and copies the missing ones in when they are routed to."""
+
+    def __init__(self, settings: WispSettings, num_experts: int, top_k: int, backing: Backing) -> None:
+        """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.observer: ForwardObserver | None = None
+        self.cap = self._initial_cap(settings)
+        self._backing = backing
+        self._link = Link(settings.emulated_link_bytes_per_s)
+        self._layers: list[_Layer | None] = []
+        self._decode = ForwardCounter(0)
+        self._prefill = ForwardCounter(0)
+        self._forward: ForwardInfo | None = None
+        self._forward_start_s = 0.0
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def add_layer(self) -> int:
+        """Announce one layer, in the order of the forward; returns its index."""
+        self._layers.append(None)
+        self.reset_statistics()
+        return len(self._layers) - 1
+
+    def page_layer(
+        self, index: int, tensors: Mapping[str, torch.Tensor], is_pinned: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Take over the host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
+
+        Raises UnsupportedModelError when its experts differ in size from the other layers', MemoryError when the
+        slots cannot be backed.
+        """
+        if self._layers[index] is not None:
+            raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
+        layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing, is_pinned)
+        other = next((known for known in self._layers if known is not None), layer)
+        if (other.expert_bytes, other.table.num_experts) != (layer.expert_bytes, layer.table.num_experts):
+            raise UnsupportedModelError(
+                f"layer {index} has {layer.table.num_experts} experts of {layer.expert_bytes} bytes, another layer "
+                f"{other.table.num_experts} of {other.expert_bytes}: layers must be alike to be paged"
+            )
+        self._layers[index] = layer
+        return layer.slots.tensors
+
+    @property
+    def num_layers(self) -> int:
+        """Paged layers."""
+        return len(self._layers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every announced layer is paged."""
+        return bool(self._layers) and all(layer is not None for layer in self._layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes copied for one missed expert of one layer, all its parameters."""
+        return self._layer(0).expert_bytes
+
+    # -- the forward ------------------------------------------------------------------------------------------------
+
+    def run_layer(
+        self,
+        index: int,
+        topk_ids: torch.Tensor,
+        apply: Callable[[slice, torch.Tensor], torch.Tensor],
+        describe: Callable[[], ForwardInfo | None],
+    ) -> torch.Tensor:
+        """Run the experts of one layer.
+
+        Args:
+            index: which layer.
+            topk_ids: expert ids [rows, top_k], distinct within a row.
+            apply: computes some rows, given the rows and their slot ids (same dtype and device as ``topk_ids``).
+            describe: called once per forward, in layer 0; None for a forward that does not count (profiling).
+
+        Returns:
+            Outputs of ``apply`` for all rows, in order.
+        """
+        if index == 0:
+            self._forward = describe()
+            self._forward_start_s = time.perf_counter()
+        layer = self._layer(index)
+        ids = topk_ids.numpy() if topk_ids.device.type == "cpu" else topk_ids.cpu().numpy()
+        was_resident = layer.table.is_resident()
+        if self._forward is not None:
+            self._look(index, layer, ids[: self._forward.num_tokens], was_resident, self._forward)
+        num_copies = 0
+        outputs = []
+        for batch in layer.table.plan(ids):
+            if batch.copies:
+                self._copy(layer, batch.copies)
+                num_copies += len(batch.copies)
+            slot_ids = torch.from_numpy(batch.slot_ids).to(device=topk_ids.device, dtype=topk_ids.dtype)
+            outputs.append(apply(slice(batch.start, batch.stop), slot_ids))
+        if self._forward is not None:
+            self._count(index, ids[: self._forward.num_tokens], was_resident, num_copies, self._forward)
+        if index == len(self._layers) - 1:
+            self._end_forward()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    # -- resizing ---------------------------------------------------------------------------------------------------
+
+    def set_cap(self, cap: int) -> None:
+        """Change the slots per layer, between forwards; the most recent experts stay.
+
+        Raises ConfigurationError for a cap outside top-k..E and MemoryError when pages are refused; then nothing has
+        changed.
+        """
+        if not self.top_k <= cap <= self.num_experts:
+            raise ConfigurationError(f"cap {cap} is outside {self.top_k} (top-k) .. {self.num_experts} (experts)")
+        layers = [self._layer(index) for index in range(len(self._layers))]
+        if cap > self.cap:
+            self._back(layers, cap)
+        for layer in layers:
+            layer.slots.move(layer.table.set_cap(cap))
+            layer.slots.release(self.cap, cap)
+        self.cap = cap
+
+    def experts_bytes_by_cap(self) -> tuple[int, ...]:
+        """Index C: bytes of all layers' slots at cap C, whole pages; length E + 1."""
+        layers = [self._layer(index) for index in range(len(self._layers))]
+        return tuple(sum(layer.slots.bytes_at(cap) for layer in layers) for cap in range(self.num_experts + 1))
+
+    def resident_bytes(self) -> int:
+        """Bytes of the slots' regions that really occupy memory, as the system counts them."""
+        return sum(layer.slots.region.resident_bytes() for layer in self._layers if layer is not None)
+
+    def resident(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: ids of the experts in slots, ascending."""
+        return tuple(self._layer(index).table.resident() for index in range(len(self._layers)))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""
+        for index in range(len(self._layers)):
+            layer = self._layer(index)
+            layer.table.check_integrity()
+            held, due = layer.slots.region.resident_bytes(), layer.slots.bytes_at(self.cap)
+            if layer.table.cap != self.cap or held != due:
+                raise IntegrityError(
+                    f"layer {index}: cap {layer.table.cap} with {held} bytes, expected cap {self.cap} with {due} bytes"
+                )
+
+    # -- statistics -------------------------------------------------------------------------------------------------
+
+    @property
+    def counts_decode(self) -> PagerCounts:
+        """Forwards in which every request computed one token."""
+        return self._decode.counts(self.expert_bytes)
+
+    @property
+    def counts_prefill(self) -> PagerCounts:
+        """Forwards in which some request computed more than one token."""
+        return self._prefill.counts(self.expert_bytes)
+
+    def layer_counts(self, *, is_prefill: bool) -> tuple[PagerCounts, ...]:
+        """The same per layer, without times."""
+        counter = self._prefill if is_prefill else self._decode
+        return tuple(layer.counts(self.expert_bytes) for layer in counter.layers)
+
+    def decode_misses_by_cap(self) -> tuple[float, ...]:
+        """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
+        return self._expected_misses([layer.decode_curve for layer in self._layers if layer is not None])
+
+    def prefill_misses_by_cap(self) -> tuple[float, ...]:
+        """Index C: the same per prefill step."""
+        return self._expected_misses([layer.prefill_curve for layer in self._layers if layer is not None])
+
+    def reset_statistics(self) -> None:
+        """Forget counts and curves, as after profiling; residency and its order stay."""
+        self._decode = ForwardCounter(len(self._layers))
+        self._prefill = ForwardCounter(len(self._layers))
+        for layer in self._layers:
+            if layer is not None:
+                layer.decode_curve.reset()
+                layer.prefill_curve.reset()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _initial_cap(self, settings: WispSettings) -> int:
+        smallest = settings.min_cap if settings.min_cap is not None else self.top_k
+        if settings.cap is None and settings.vram_budget_bytes is None:
+            raise ConfigurationError(
+                f"additional_config.wisp needs 'cap' ({self.top_k}..{self.num_experts} expert slots per layer) or "
+                "'vram_budget_bytes'"
+            )
+        for name, cap in (("min_cap", smallest), ("cap", settings.cap)):
+            if cap is not None and not self.top_k <= cap <= self.num_experts:
+                raise ConfigurationError(
+                    f"additional_config.wisp.{name} is {cap}, but this model routes each token to {self.top_k} of "
+                    f"{self.num_experts} experts: set it to {self.top_k}..{self.num_experts}"
+                )
+        # With a budget only, start small: whoever owns the budget grows the cap once all sizes are known.
+        return settings.cap if settings.cap is not None else smallest
+
+    def _layer(self, index: int) -> _Layer:
+        layer = self._layers[index]
+        if layer is None:
+            raise RuntimeError(f"the experts of layer {index} are not loaded yet")
+        return layer
+
+    def _look(
+        self,
+        index: int,
+        layer: _Layer,
+        ids: npt.NDArray[np.integer],
+        was_resident: npt.NDArray[np.bool_],
+        forward: ForwardInfo,
+    ) -> None:
+        curve = layer.prefill_curve if forward.is_prefill else layer.decode_curve
+        curve.observe(layer.table.last_use, ids)
+        if self.observer is not None:
+            self.observer.observe(index, ids, was_resident, forward.is_prefill)
+
+    def _copy(self, layer: _Layer, copies: list[tuple[int, int]]) -> None:
+        start_s = time.perf_counter()
+        layer.slots.copy_in(copies)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # only so that the copies' time is known
+        self._link.charge(len(copies) * layer.expert_bytes, time.perf_counter() - start_s)
+
+    def _count(
+        self,
+        index: int,
+        ids: npt.NDArray[np.integer],
+        was_resident: npt.NDArray[np.bool_],
+        num_copies: int,
+        forward: ForwardInfo,
+    ) -> None:
+        is_needed = np.zeros(self.num_experts, dtype=np.bool_)
+        is_needed[ids] = True
+        counter = self._prefill if forward.is_prefill else self._decode
+        counter.layers[index].add(
+            tokens=len(ids),
+            distinct=int(np.count_nonzero(is_needed)),
+            hits=int(np.count_nonzero(is_needed & was_resident)),
+            misses=num_copies,
+        )
+
+    def _end_forward(self) -> None:
+        if self._forward is None:
+            self._link.forgive()
+            return
+        link_s = self._link.settle()
+        counter = self._prefill if self._forward.is_prefill else self._decode
+        counter.add(self._forward.num_tokens, time.perf_counter() - self._forward_start_s, link_s)
+
+    def _back(self, layers: list[_Layer], cap: int) -> None:
+        """Give every layer the pages for ``cap``, or none."""
+        done: list[_Layer] = []
+        try:
+            for layer in layers:
+                layer.slots.back(self.cap, cap)
+                done.append(layer)
+        except MemoryError:
+            for layer in done:
+                layer.slots.release(cap, self.cap)
+            raise
+
+    def _expected_misses(self, curves: list[MissCurve]) -> tuple[float, ...]:
+        expected = [curve.expected() for curve in curves]
+        known = [misses for misses in expected if misses is not None]
+        return tuple(np.sum(known, axis=0).tolist()) if known else ()

@@ -1,0 +1,77 @@
+"""What cannot be paged exactly is refused at start, naming the setting and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wisp_core.errors import ConfigurationError, UnsupportedModelError
+from wisp_core.settings import WispSettings
+
+
+def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, settings: WispSettings) -> None:
+    """Check one layer before its weights are created.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        moe_config: vLLM's FusedMoEConfig of the layer.
+        quant_method: the method that vLLM chose for the layer.
+        settings: the ``wisp`` object.
+
+    Raises:
+        UnsupportedModelError: every reason found, one a line.
+    """
+    reasons = [
+        *_parallelism(moe_config.moe_parallel_config, vllm_config.parallel_config),
+        *_kernel(quant_method),
+        *_features(vllm_config),
+    ]
+    if reasons:
+        raise UnsupportedModelError("this engine cannot page its experts:\n  " + "\n  ".join(reasons))
+    if settings.emulated_link_bytes_per_s is not None and vllm_config.device_config.device_type != "cpu":
+        raise ConfigurationError(
+            "additional_config.wisp.emulated_link_bytes_per_s is for the CPU backend: leave it out"
+        )
+
+
+def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
+    reasons = []
+    if moe_parallel.use_ep:
+        reasons.append("--enable-expert-parallel: slots hold experts of one device; leave it out")
+    if moe_parallel.enable_eplb:
+        reasons.append("--enable-eplb: moved experts would not match the host store; leave it out")
+    for flag, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+    ):
+        if size > 1:
+            reasons.append(f"{flag} {size}: untested with paging; set it to 1 and add replicas instead")
+    return reasons
+
+
+def _kernel(quant_method: Any) -> list[str]:
+    reasons = []
+    # By name: a quantized method may well be a subclass.
+    if type(quant_method).__name__ != "UnquantizedFusedMoEMethod":
+        reasons.append(
+            f"quantization by {type(quant_method).__name__}: untested with paging; use an unquantized checkpoint and "
+            "no --quantization"
+        )
+    if quant_method.is_monolithic:
+        reasons.append("the MoE kernel routes by itself (monolithic): set --moe-backend triton")
+    return reasons
+
+
+def _features(vllm_config: Any) -> list[str]:
+    reasons = []
+    if vllm_config.lora_config is not None:
+        reasons.append("--enable-lora: adapters on experts would bypass the slots; leave it out")
+    if vllm_config.speculative_config is not None:
+        reasons.append("--speculative-config: a draft model's layers are not counted apart; leave it out")
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        reasons.append("--cpu-offload-gb or --offload-group-size: paging takes their place; leave them out")
+    is_eager = vllm_config.model_config.enforce_eager
+    if vllm_config.device_config.device_type != "cpu" and not is_eager:
+        reasons.append("CUDA graphs cannot hold host-side paging: set --enforce-eager")
+    return reasons
