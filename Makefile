@@ -1,0 +1,58 @@
+# Every verb makes .venv when it is missing or older than what it is made from.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ROUNDS ?= 10
+PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
+
+.PHONY: help demo test check soak bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+
+# The constraints file is the complete tested set, so it is installed as it stands, without a resolver.
+# torch's CPU build comes from the configured index where that has it, else from PyTorch's own.
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@echo "==> $(VENV): $$(grep -cv '^#' constraints-cpu.txt) pinned packages (a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -r constraints-cpu.txt \
+		|| $(PIP_INSTALL) -r constraints-cpu.txt --extra-index-url $(TORCH_INDEX)
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP) ## agent sessions on two paged replicas, with a check of every token
+	@echo "==> wisp demo $(ARGS)"
+	@$(BIN)/wisp demo $(ARGS)
+
+test: $(STAMP) ## all tests that need no GPU
+	@echo "==> pytest"
+	@$(BIN)/pytest $(ARGS)
+
+check: $(STAMP) ## format, lint, types, import rules, README's paths
+	@echo "==> ruff, mypy, import-linter, project files"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/pytest -q tests/unit/test_project.py
+
+soak: $(STAMP) ## faults and load again and again; ROUNDS=10
+	@for round in $$(seq $(ROUNDS)); do \
+		echo "==> soak round $$round of $(ROUNDS)"; \
+		$(BIN)/pytest -q tests/integration/test_faults.py; \
+		$(BIN)/wisp load --start --users 8 --run-time 120s; \
+	done
+
+bench: $(STAMP) ## Locust sessions against a service of its own, with the service's figures
+	@echo "==> wisp load --start"
+	@$(BIN)/wisp load --start --users 8 --run-time 60s $(ARGS)
+
+clean: ## the venv, caches and local state
+	rm -rf $(VENV) .wisp .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
