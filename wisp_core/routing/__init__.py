@@ -1,0 +1,1 @@
+"""Which replica a turn goes to: filter, then score in predicted seconds, then pick. Pure functions."""
