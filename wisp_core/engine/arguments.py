@@ -1,0 +1,51 @@
+"""vLLM arguments of a paged engine: the caller's, plus what WiSP needs, minus what it cannot honour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from wisp_core.errors import ConfigurationError
+from wisp_core.settings import WispSettings
+
+_OWNED = {
+    "additional_config": "settings go into their own argument",
+    "worker_cls": "WiSP's worker provides the memory",
+    "scheduler_cls": "WiSP's scheduler moves the KV blocks",
+    "num_gpu_blocks_override": "vram_budget_bytes sizes the KV cache",
+    "kv_cache_memory_bytes": "vram_budget_bytes sizes the KV cache",
+    "kv_transfer_config": "blocks that a connector reads must not be unmapped",
+}
+_CPU = {
+    "worker_cls": "wisp_core.engine.worker.WispCPUWorker",
+    "scheduler_cls": "wisp_core.engine.scheduler.WispScheduler",
+}
+_GPU = {
+    "worker_cls": "wisp_core.engine.worker.WispGPUWorker",
+    "scheduler_cls": "wisp_core.engine.scheduler.WispAsyncScheduler",
+}
+
+
+def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) -> dict[str, Any]:
+    """Complete ``engine_args`` (vLLM's Python names) for an engine whose memory can be resized.
+
+    Raises ConfigurationError for a missing budget and for arguments that WiSP sets itself, all at once.
+    """
+    problems = [f"{name}: {reason}; leave it out" for name, reason in _OWNED.items() if name in engine_args]
+    if settings.vram_budget_bytes is None:
+        problems.append("wisp.vram_budget_bytes is needed: it is what experts and KV share")
+    if problems:
+        raise ConfigurationError("engine arguments: " + "; ".join(problems))
+    # The engine starts with few experts; the first resize, before any request, brings the configured cap.
+    at_start = settings.model_copy(update={"cap": None})
+    return {
+        # Eager by default: compilation costs minutes of start-up on CPU and the host-side pager needs none.
+        "enforce_eager": True,
+        **engine_args,
+        **(_CPU if current_platform.is_cpu() else _GPU),
+        # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.
+        "kv_cache_memory_bytes": settings.vram_budget_bytes,
+        "additional_config": {"wisp": at_start.model_dump(exclude_none=True)},
+    }

@@ -1,0 +1,293 @@
+"""`WispEngine`: one paged vLLM engine as a service sees it. It serves, reports, resizes, dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from wisp_core.contracts import MemoryLayout, ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
+from wisp_core.engine.arguments import paged_engine_args
+from wisp_core.engine.initial_split import initial_split
+from wisp_core.engine.offline import OfflineEngine
+from wisp_core.engine.openai_app import openai_app, serve_args
+from wisp_core.engine.reports import LayoutReport, SignatureReport
+from wisp_core.engine.resizer import Resizer
+from wisp_core.engine.telemetry import RateWindow, build_snapshot
+from wisp_core.engine.turn_meter import WINDOW_S
+from wisp_core.engine.vllm_control import AsyncControl
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.settings import WispSettings
+
+logger = logging.getLogger(__name__)
+
+AsgiApp = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
+
+_EXIT_GRACE_S = 10.0
+"""Time that old engine processes get to exit before they are killed: two engines never hold memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What to start, and to start again."""
+
+    model: str
+    served_name: str
+    engine_args: dict[str, Any]
+    settings: WispSettings
+    replica_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Incarnation:
+    """Everything that ends with the engine's processes."""
+
+    incarnation: str
+    llm: AsyncLLM
+    control: AsyncControl
+    facts: LayoutReport
+    resizer: Resizer
+    rates: RateWindow
+    app: AsgiApp
+
+
+class WispEngine:
+    """A live engine. Methods raise EngineUnavailableError while it is dead, hung or restarting."""
+
+    def __init__(self, request: _Request) -> None:
+        """Use `start`."""
+        self._request = request
+        self._live: _Incarnation | None = None
+        self._pids: list[int] = []
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        model: str,
+        served_name: str,
+        engine_args: dict[str, Any],
+        settings: WispSettings,
+        replica_id: str,
+    ) -> WispEngine:
+        """Start an engine and bring it to its first split; 20 to 60 s, most of it imports in its processes.
+
+        Args:
+            model: Hugging Face MoE directory or name.
+            served_name: The model's name in the API.
+            engine_args: vLLM's serve arguments by their Python names, tool parser and the like included.
+            settings: Budget, caps and link of this engine; ``cap`` None means half of the budget.
+            replica_id: Who this is in snapshots and outcomes.
+
+        Raises:
+            ConfigurationError: Arguments that cannot work, or an engine that did not start; names what to change.
+        """
+        engine = cls(
+            _Request(
+                model=model,
+                served_name=served_name,
+                engine_args=dict(engine_args),
+                settings=settings,
+                replica_id=replica_id,
+            )
+        )
+        await engine._launch()
+        return engine
+
+    @property
+    def app(self) -> AsgiApp:
+        """vLLM's OpenAI application, to be called as raw ASGI; stays valid over a restart."""
+        return self._serve
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine cannot serve: its processes died, or it is being restarted."""
+        return self._live is None or bool(self._live.llm.errored)
+
+    @property
+    def incarnation(self) -> str:
+        """Name of this start of the engine; plans for another one are stale."""
+        return self._alive().incarnation
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest request, prompt and output, that the present split can ever serve; refuse longer ones."""
+        live = self._alive()
+        layout = live.facts.layout
+        return min(layout.max_model_len, live.resizer.split.kv_blocks * layout.block_tokens)
+
+    def engine_pids(self) -> list[int]:
+        """Processes of the engine, this one excluded: vLLM's engine core and its worker."""
+        return list(self._pids)
+
+    async def snapshot(self) -> ReplicaSnapshot:
+        """State, demand and rates now."""
+        live = self._alive()
+        scheduler = await live.control.scheduler_report()
+        memory = await live.control.memory_report()
+        pager = await live.control.pager_report()
+        snapshot = build_snapshot(
+            replica_id=self._request.replica_id,
+            incarnation=live.incarnation,
+            model=self._request.served_name,
+            facts=live.facts,
+            scheduler=scheduler,
+            memory=memory,
+            pager=pager,
+            rates=live.rates.observe(time.monotonic(), pager.decode, pager.prefill),
+            plan_revision=live.resizer.plan_revision,
+            is_resizing=live.resizer.is_resizing,
+        )
+        # Between the steps of a resize the pools show neither split: report the one that holds until it is done.
+        return snapshot.model_copy(update={"split": live.resizer.split}) if live.resizer.is_resizing else snapshot
+
+    async def signatures(self) -> list[Signature]:
+        """Signatures of the keys that decoded since the last call; the replica's own carries its id as key."""
+        live = self._alive()
+        layout = live.facts.layout
+        reports = await live.control.signatures()
+        return [
+            _signature(report, self._request.replica_id, layout.num_layers, layout.num_experts) for report in reports
+        ]
+
+    async def resize(self, plan: SplitPlan) -> ResizeOutcome:
+        """Put ``plan`` into effect, or say why not."""
+        return await self._alive().resizer.resize(plan)
+
+    async def check_integrity(self) -> None:
+        """Raise IntegrityError when free + used = total fails anywhere."""
+        await self._alive().control.check_integrity()
+
+    async def heartbeat(self, timeout_s: float) -> None:
+        """Return when engine loop and worker answer. Raises EngineUnavailableError when dead or hung.
+
+        vLLM itself notices a process that died, not one that hangs; a step that runs longer than ``timeout_s`` looks
+        like a hang.
+        """
+        live = self._alive()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await live.control.ping()
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the engine did not answer within {timeout_s:g} s") from error
+
+    async def restart(self) -> None:
+        """Replace the engine by a new incarnation at its first split; running requests fail."""
+        await self.shutdown()
+        await self._launch()
+
+    async def shutdown(self) -> None:
+        """Stop the engine and wait until its processes are gone."""
+        live, self._live = self._live, None
+        pids, self._pids = self._pids, []
+        if live is not None:
+            await asyncio.to_thread(live.llm.shutdown)
+        await asyncio.to_thread(_wait_gone, pids)
+
+    async def _launch(self) -> None:
+        request = self._request
+        args = serve_args(request.model, request.served_name, paged_engine_args(request.engine_args, request.settings))
+        llm = await asyncio.to_thread(_build, args)
+        try:
+            self._live = await self._prepare(llm, args)
+        except BaseException:
+            await asyncio.to_thread(llm.shutdown)
+            raise
+        logger.info(
+            "WiSP engine %s: cap %d, %d KV blocks",
+            self._live.incarnation,
+            self._live.resizer.split.cap,
+            self._live.resizer.split.kv_blocks,
+        )
+
+    async def _prepare(self, llm: AsyncLLM, args: Any) -> _Incarnation:
+        request = self._request
+        control = AsyncControl(llm)
+        facts = await control.layout()
+        self._pids = _engine_pids(facts.worker_pid)
+        incarnation = uuid.uuid4().hex[:12]
+        resizer = Resizer(
+            control,
+            facts,
+            replica_id=request.replica_id,
+            incarnation=incarnation,
+            drain_timeout_s=request.settings.drain_timeout_s,
+        )
+        await resizer.start(initial_split(facts.layout, budget_bytes=facts.budget_bytes, cap=request.settings.cap))
+        return _Incarnation(
+            incarnation=incarnation,
+            llm=llm,
+            control=control,
+            facts=facts,
+            resizer=resizer,
+            rates=RateWindow(WINDOW_S),
+            app=await openai_app(llm, args),
+        )
+
+    async def _serve(
+        self, scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]
+    ) -> None:
+        await self._alive().app(scope, receive, send)
+
+    def _alive(self) -> _Incarnation:
+        if self._live is None:
+            raise EngineUnavailableError("the engine is not running")
+        if self._live.llm.errored:
+            raise EngineUnavailableError("the engine is dead")
+        return self._live
+
+
+def _build(args: Any) -> AsyncLLM:
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        return AsyncLLM.from_engine_args(engine_args)
+    except RuntimeError as error:
+        raise ConfigurationError(f"the engine did not start, its log names the setting to change: {error}") from error
+
+
+def _engine_pids(worker_pid: int) -> list[int]:
+    """The worker and its parent, vLLM's engine core; on one GPU both are one process."""
+    try:
+        core_pid = psutil.Process(worker_pid).ppid()
+    except psutil.NoSuchProcess as error:
+        raise EngineUnavailableError("the engine died while it started") from error
+    return [pid for pid in dict.fromkeys((core_pid, worker_pid)) if pid not in (os.getpid(), os.getppid())]
+
+
+def _wait_gone(pids: list[int]) -> None:
+    """Wait for processes to exit, and kill what does not: a hung one never would."""
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(processes, timeout=_EXIT_GRACE_S)
+    for process in alive:
+        logger.warning("killing engine process %d: it did not exit within %g s", process.pid, _EXIT_GRACE_S)
+        process.kill()
+    psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)
+
+
+def _signature(report: SignatureReport, replica_id: str, layout: MemoryLayout) -> Signature:
+    return Signature(
+        key=report.key or replica_id,
+        num_layers=layout.num_layers,
+        num_experts=layout.num_experts,
+        weights=report.weights,
+        decode_tokens=report.decode_tokens,
+        lookups=report.lookups,
+        hits=report.hits,
+    )
+
+
+__all__ = ["AsgiApp", "OfflineEngine", "WispEngine"]

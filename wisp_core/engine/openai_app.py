@@ -1,0 +1,45 @@
+"""vLLM's whole OpenAI server as an ASGI application in this process, without a socket."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.openai.api_server import build_app, init_app_state
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from wisp_core.errors import ConfigurationError
+
+
+def serve_args(model: str, served_name: str, arguments: dict[str, Any]) -> Namespace:
+    """vLLM's parsed serve arguments with ``arguments`` set by their Python names.
+
+    Raises ConfigurationError that names every argument unknown to vLLM.
+    """
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    unknown = sorted(name for name in arguments if not hasattr(args, name))
+    if unknown:
+        raise ConfigurationError(f"engine arguments unknown to vLLM: {', '.join(unknown)}")
+    for name, value in arguments.items():
+        setattr(args, name, value)
+    args.model = args.model_tag = model
+    args.served_model_name = [served_name]
+    args.enable_prompt_tokens_details = True  # usage then tells how many prompt tokens the prefix cache held
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"engine arguments: {error}") from error
+    return args
+
+
+async def openai_app(llm: AsyncLLM, args: Namespace) -> Any:
+    """Build the application around ``llm``."""
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    # vLLM's error handler asks its own HTTP server to exit when the engine dies; there is none here.
+    app.state.server = SimpleNamespace(should_exit=False)
+    return app

@@ -1,0 +1,110 @@
+"""The worker's side of a resize: the arena, the KV region and the expert pool, kept in step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from wisp_core.engine.reports import MemoryReport
+from wisp_core.errors import IntegrityError
+from wisp_core.memory.arena import Arena
+from wisp_core.memory.balloon import NULL_GROUP, KvGeometry
+from wisp_core.memory.region import Region
+
+
+class ExpertPool(Protocol):
+    """What the pager offers here."""
+
+    @property
+    def cap(self) -> int:
+        """Slots per layer."""
+        ...
+
+    def set_cap(self, cap: int) -> None:
+        """Back or release slots."""
+        ...
+
+    def experts_bytes_by_cap(self) -> tuple[int, ...]:
+        """Bytes of the pool at each cap, whole pages."""
+        ...
+
+    def resident_bytes(self) -> int:
+        """Bytes that the system counts."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the slot tables are broken."""
+        ...
+
+
+class PooledMemory:
+    """Moves pages between experts and KV. Every method leaves the arena equal to what is backed, or raises."""
+
+    def __init__(self, *, budget_bytes: int, experts: ExpertPool, kv_region: Region, geometry: KvGeometry) -> None:
+        """Account the experts as they are and back the null group; all other KV groups start without pages."""
+        self._experts = experts
+        self._region = kv_region
+        self.geometry = geometry
+        self.arena = Arena(
+            budget_bytes=budget_bytes, page_bytes=geometry.page_bytes, kv_group_bytes=geometry.group_bytes
+        )
+        self._experts_bytes = experts.experts_bytes_by_cap()
+        self.arena.set_expert_bytes(self._experts_bytes[experts.cap])
+        self.map_groups([NULL_GROUP])
+
+    def set_cap(self, cap: int) -> None:
+        """Give every layer ``cap`` slots. Raises CapacityError or MemoryError with nothing changed."""
+        before_bytes = self._experts_bytes[self._experts.cap]
+        after_bytes = self._experts_bytes[cap]
+        # Account a growth before it happens and a shrink after, so that the arena is never below what is backed.
+        if after_bytes > before_bytes:
+            self.arena.set_expert_bytes(after_bytes)
+        try:
+            self._experts.set_cap(cap)
+        finally:
+            self.arena.set_expert_bytes(self._experts_bytes[self._experts.cap])
+
+    def map_groups(self, groups: list[int]) -> None:
+        """Back ``groups`` with zero pages. Raises CapacityError or MemoryError with nothing changed."""
+        self.arena.add_kv_groups(groups)
+        try:
+            self._region.back(self.geometry.ranges(groups))
+        except MemoryError:
+            self.arena.remove_kv_groups(groups)
+            raise
+
+    def unmap_groups(self, groups: list[int]) -> None:
+        """Return the pages of ``groups``; their blocks must be out of vLLM's pool, and no step may be writing."""
+        if NULL_GROUP in groups:
+            raise IntegrityError("the null block's group must stay backed")
+        if not self.arena.kv_groups.issuperset(groups):
+            raise IntegrityError(f"KV groups without pages: {sorted(set(groups) - self.arena.kv_groups)}")
+        ranges = self.geometry.ranges(groups)
+        try:
+            self._region.release(ranges)
+        except OSError:
+            self._region.back(ranges)
+            raise
+        self.arena.remove_kv_groups(groups)
+
+    def report(self, command_seconds: float) -> MemoryReport:
+        """Sizes now."""
+        return MemoryReport(
+            cap=self._experts.cap,
+            kv_groups=tuple(sorted(self.arena.kv_groups)),
+            expert_bytes=self.arena.expert_bytes,
+            kv_bytes=self.arena.kv_bytes,
+            free_bytes=self.arena.free_bytes,
+            resident_bytes=self._experts.resident_bytes() + self._region.resident_bytes(),
+            command_seconds=command_seconds,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when pages are counted twice, lost, or resident beyond what is accounted."""
+        self._experts.check_integrity()
+        if self.arena.expert_bytes != self._experts_bytes[self._experts.cap]:
+            raise IntegrityError(f"the arena accounts {self.arena.expert_bytes} bytes to cap {self._experts.cap}")
+        if NULL_GROUP not in self.arena.kv_groups:
+            raise IntegrityError("the null block's group has no pages")
+        self.arena.check_integrity(
+            resident_expert_bytes=self._experts.resident_bytes(), resident_kv_bytes=self._region.resident_bytes()
+        )

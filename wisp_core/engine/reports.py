@@ -1,0 +1,67 @@
+"""What the scheduler and the worker answer to commands: plain JSON on the wire, these types on both ends."""
+
+from __future__ import annotations
+
+from wisp_core.contracts import KvDemand, MemoryLayout, PagerCounts, Value
+
+
+class TakeReport(Value):
+    """Answer to ``take``: the groups, none of them when it was not possible, and why."""
+
+    groups: tuple[int, ...]
+    available_groups: int
+    floor_blocks: int
+    usable_after: int
+
+
+class SchedulerReport(Value):
+    """The scheduler's view of the KV pool."""
+
+    usable_blocks: int
+    taken_groups: tuple[int, ...]
+    command_seconds: float
+    """Time spent in commands since the start, in which no step ran."""
+    kv: KvDemand
+
+
+class MemoryReport(Value):
+    """The worker's view of both pools."""
+
+    cap: int
+    kv_groups: tuple[int, ...]
+    expert_bytes: int
+    kv_bytes: int
+    free_bytes: int
+    resident_bytes: int
+    command_seconds: float
+    """Time spent in commands since the start, in which no step ran."""
+
+
+class LayoutReport(Value):
+    """What does not change while an engine lives."""
+
+    layout: MemoryLayout
+    budget_bytes: int
+    other_bytes: int
+    worker_pid: int
+    emulated_link_bytes_per_s: float | None
+
+
+class PagerReport(Value):
+    """Expert lookups and curves of the pager."""
+
+    decode: PagerCounts
+    prefill: PagerCounts
+    decode_misses_by_cap: tuple[float, ...]
+    prefill_misses_by_cap: tuple[float, ...]
+    resident: tuple[tuple[int, ...], ...]
+
+
+class SignatureReport(Value):
+    """Tally of one key; ``weights`` as in `contracts.Signature`."""
+
+    key: str
+    weights: bytes
+    decode_tokens: int
+    lookups: int
+    hits: int

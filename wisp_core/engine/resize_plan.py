@@ -1,0 +1,97 @@
+"""Whether a split may be put into effect, and what it takes: the pure half of a resize."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wisp_core.contracts import MemoryLayout, Outcome, Split
+from wisp_core.memory.balloon import groups_for_blocks, usable_blocks
+from wisp_core.memory.kv_demand import blocks_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Changes of both pools; KV in groups, the null group counted."""
+
+    cap_before: int
+    cap_after: int
+    groups_before: int
+    groups_after: int
+    bytes_moved: int
+
+    @property
+    def is_hold(self) -> bool:
+        """Whether nothing changes."""
+        return self.cap_before == self.cap_after and self.groups_before == self.groups_after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a split is not put into effect."""
+
+    outcome: Outcome
+    reason: str
+
+
+def static_floor_blocks(layout: MemoryLayout) -> int:
+    """Usable blocks without which the longest accepted request could never finish."""
+    return blocks_of(layout.max_model_len, layout.block_tokens)
+
+
+def plan_move(
+    layout: MemoryLayout, *, budget_bytes: int, before: Split, target: Split, floor_blocks: int
+) -> Move | Refusal:
+    """Check ``target`` and say what to change.
+
+    Blocks beyond the target's that share its last group become usable too, since their pages are paid.
+
+    Args:
+        layout: Sizes of the engine.
+        budget_bytes: What both pools may hold together.
+        before: The split in effect.
+        target: The split asked for.
+        floor_blocks: κ_min of the turns that run now, without the null block.
+    """
+    groups_before = groups_for_blocks(before.kv_blocks, layout.kv_group_blocks)
+    groups_after = groups_for_blocks(target.kv_blocks, layout.kv_group_blocks)
+    if before.cap == target.cap and groups_before == groups_after:
+        return Move(
+            cap_before=before.cap,
+            cap_after=before.cap,
+            groups_before=groups_before,
+            groups_after=groups_before,
+            bytes_moved=0,
+        )
+    usable_after = usable_blocks(groups_after, layout.kv_group_blocks)
+    if reason := _impossible(layout, budget_bytes, target, usable_after):
+        return Refusal(outcome=Outcome.FAILED, reason=reason)
+    if groups_after < groups_before and usable_after < floor_blocks:
+        return Refusal(
+            outcome=Outcome.DEFERRED,
+            reason=f"{usable_after} KV blocks are below the {floor_blocks} that running turns need (κ_min)",
+        )
+    experts = layout.experts_bytes_by_cap
+    kv_bytes = abs(groups_after - groups_before) * layout.kv_group_blocks * layout.block_bytes
+    return Move(
+        cap_before=before.cap,
+        cap_after=target.cap,
+        groups_before=groups_before,
+        groups_after=groups_after,
+        bytes_moved=max(kv_bytes, abs(experts[target.cap] - experts[before.cap])),
+    )
+
+
+def _impossible(layout: MemoryLayout, budget_bytes: int, target: Split, usable_after: int) -> str | None:
+    if not layout.min_cap <= target.cap <= layout.num_experts:
+        return f"cap {target.cap} is outside [{layout.min_cap}, {layout.num_experts}]"
+    if usable_after > layout.max_kv_blocks:
+        return f"{usable_after} KV blocks are more than the address range's {layout.max_kv_blocks}"
+    if usable_after < static_floor_blocks(layout):
+        return (
+            f"{usable_after} KV blocks are below κ_min: a request of max_model_len {layout.max_model_len} tokens "
+            f"needs {static_floor_blocks(layout)}"
+        )
+    needed_bytes = layout.pool_bytes(Split(cap=target.cap, kv_blocks=usable_after))
+    if needed_bytes > budget_bytes:
+        return f"the split needs {needed_bytes} bytes, the budget is {budget_bytes}"
+    return None

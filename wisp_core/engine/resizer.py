@@ -1,0 +1,229 @@
+"""One resize of a live engine: a revisioned, idempotent transaction over an `EngineControl`.
+
+Order: the giver first. KV gives by *take* (scheduler) then *unmap* (worker); it gains by *map* (zero pages) then
+*give*. A step that fails has changed nothing, and the steps before it are undone in reverse. If the resizer itself
+is stopped between two steps, groups stay out of the pool with their pages accounted: that loses blocks, never data,
+and the next resize gives them back first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
+from wisp_core.engine.control import CommandFailedError, DrainTimeoutError, EngineControl
+from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport
+from wisp_core.engine.resize_plan import Move, Refusal, plan_move, static_floor_blocks
+from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
+
+_FINAL = (Outcome.APPLIED, Outcome.FAILED)
+
+Undo = Callable[[], Awaitable[None]]
+
+
+class _DeferredError(Exception):
+    """The resize is not possible now; nothing was changed."""
+
+
+class Resizer:
+    """Applies plans to one incarnation of one engine, one at a time."""
+
+    def __init__(
+        self, control: EngineControl, facts: LayoutReport, *, replica_id: str, incarnation: str, drain_timeout_s: float
+    ) -> None:
+        self._control = control
+        self._facts = facts
+        self._replica_id = replica_id
+        self._incarnation = incarnation
+        self._drain_timeout_s = drain_timeout_s
+        self._in_progress: int | None = None
+        self._handled: dict[int, ResizeOutcome] = {}
+        self._last_revision = 0
+        self.split = Split(cap=0, kv_blocks=0)
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether a resize is in progress."""
+        return self._in_progress is not None
+
+    @property
+    def plan_revision(self) -> int:
+        """Revision of the last plan that was handled."""
+        return self._last_revision
+
+    async def start(self, target: Split) -> None:
+        """Give a fresh engine its first split, before it serves. Raises CapacityError when that is not possible."""
+        await self._control.configure(self._facts.layout.kv_group_blocks)
+        await self._control.deflate()
+        scheduler, memory = await self._reports()
+        before = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
+        move = self._plan(before, target, floor_blocks=static_floor_blocks(self._facts.layout))
+        if isinstance(move, Refusal):
+            raise CapacityError(f"initial split cap={target.cap} kv_blocks={target.kv_blocks}: {move.reason}")
+        await self._act(move, list(scheduler.taken_groups))
+        await self._refresh_split()
+
+    async def resize(self, plan: SplitPlan) -> ResizeOutcome:
+        """Put ``plan`` into effect or say why not.
+
+        A revision that was applied or has failed is answered again without effect; one that was deferred, or met
+        another resize, is tried anew.
+        """
+        if plan.incarnation != self._incarnation:
+            reason = f"the plan is for incarnation {plan.incarnation}, this is {self._incarnation}"
+            return self._outcome(plan, Outcome.STALE, reason)
+        if plan.revision in self._handled:
+            return self._handled[plan.revision]
+        if plan.revision < self._last_revision:
+            reason = f"revision {plan.revision} is older than {self._last_revision}, which was handled"
+            return self._outcome(plan, Outcome.STALE, reason)
+        if self._in_progress is not None:
+            return self._outcome(plan, Outcome.CONFLICT, f"revision {self._in_progress} is in progress")
+        self._in_progress = plan.revision
+        try:
+            outcome = await self._carry_out(plan)
+        finally:
+            self._in_progress = None
+        self._last_revision = plan.revision
+        self._handled = {plan.revision: outcome} if outcome.outcome in _FINAL else {}
+        return outcome
+
+    async def _carry_out(self, plan: SplitPlan) -> ResizeOutcome:
+        try:
+            scheduler, memory = await self._reconciled()
+            before = self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
+            is_drained = plan.barrier is Barrier.DRAINED
+            # After a drain nothing runs, and the take itself checks the floor of whatever does.
+            floor_blocks = static_floor_blocks(self._facts.layout) if is_drained else scheduler.kv.floor_blocks
+            move = self._plan(before, plan.split, floor_blocks)
+            if isinstance(move, Refusal):
+                return self._outcome(plan, move.outcome, move.reason)
+            if move.is_hold:
+                return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split", memory, memory)
+            taken = list(scheduler.taken_groups)
+            pause_s = await (self._act_drained(move, taken) if is_drained else self._act(move, taken))
+            scheduler_after, memory_after = await self._reports()
+        except _DeferredError as error:
+            return self._outcome(plan, Outcome.DEFERRED, str(error))
+        except (CommandFailedError, EngineUnavailableError, IntegrityError) as error:
+            await self._refresh_split()
+            return self._outcome(plan, Outcome.FAILED, str(error))
+        self.split = Split(cap=memory_after.cap, kv_blocks=scheduler_after.usable_blocks)
+        outcome = self._outcome(plan, Outcome.APPLIED, _describe(before, self.split), memory, memory_after)
+        if pause_s is None:
+            pause_s = _command_seconds(scheduler_after, memory_after) - _command_seconds(scheduler, memory)
+        return outcome.model_copy(update={"before": before, "bytes_moved": move.bytes_moved, "pause_ms": pause_s * 1e3})
+
+    def _plan(self, before: Split, target: Split, floor_blocks: int) -> Move | Refusal:
+        return plan_move(
+            self._facts.layout,
+            budget_bytes=self._facts.budget_bytes,
+            before=before,
+            target=target,
+            floor_blocks=floor_blocks,
+        )
+
+    async def _act_drained(self, move: Move, taken: list[int]) -> float:
+        """`_act` while nothing runs; returns the time from the drained state to the end, in seconds."""
+        try:
+            try:
+                await self._control.drain(self._drain_timeout_s)
+            except DrainTimeoutError as error:
+                raise _DeferredError(f"barrier drained: {error}") from error
+            started_s = time.perf_counter()
+            await self._act(move, taken)
+            return time.perf_counter() - started_s
+        finally:
+            await self._control.resume()
+
+    async def _act(self, move: Move, taken: list[int]) -> None:
+        undos: list[Undo] = []
+        try:
+            if move.groups_after < move.groups_before:
+                await self._shrink_kv(move.groups_before - move.groups_after, undos)
+            if move.cap_after != move.cap_before:
+                await self._control.set_cap(move.cap_after)
+                undos.append(lambda: self._control.set_cap(move.cap_before))
+            if move.groups_after > move.groups_before:
+                await self._grow_kv(taken[: move.groups_after - move.groups_before], undos)
+        except CommandFailedError as error:
+            raise CommandFailedError(f"{error}; {await _roll_back(undos)}") from error
+
+    async def _shrink_kv(self, num_groups: int, undos: list[Undo]) -> None:
+        take = await self._control.take_groups(num_groups)
+        groups = list(take.groups)
+        if not groups:
+            raise _DeferredError(
+                f"{num_groups} KV groups asked for, {take.available_groups} are free; {take.usable_after} blocks would "
+                f"be left, running turns need {take.floor_blocks}"
+            )
+        undos.append(lambda: self._control.give_groups(groups))
+        await self._control.unmap_groups(groups)
+        undos.append(lambda: self._control.map_groups(groups))
+
+    async def _grow_kv(self, groups: list[int], undos: list[Undo]) -> None:
+        await self._control.map_groups(groups)
+        undos.append(lambda: self._control.unmap_groups(groups))
+        await self._control.give_groups(groups)
+
+    async def _reconciled(self) -> tuple[SchedulerReport, MemoryReport]:
+        """Reports after giving back what a stopped resize has left out of the pool."""
+        scheduler, memory = await self._reports()
+        taken, backed = set(scheduler.taken_groups), set(memory.kv_groups)
+        num_groups = (self._facts.layout.max_kv_blocks + 1) // self._facts.layout.kv_group_blocks
+        if missing := set(range(num_groups)) - taken - backed:
+            raise IntegrityError(f"KV groups in vLLM's pool without pages: {sorted(missing)}")
+        if leaked := sorted(taken & backed):
+            await self._control.give_groups(leaked)
+            scheduler, memory = await self._reports()
+        return scheduler, memory
+
+    async def _reports(self) -> tuple[SchedulerReport, MemoryReport]:
+        return await self._control.scheduler_report(), await self._control.memory_report()
+
+    async def _refresh_split(self) -> None:
+        """Read the split back; keeps the last known one when the engine does not tell."""
+        with suppress(CommandFailedError, EngineUnavailableError):
+            scheduler, memory = await self._reports()
+            self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
+
+    def _outcome(
+        self,
+        plan: SplitPlan,
+        outcome: Outcome,
+        reason: str,
+        memory_before: MemoryReport | None = None,
+        memory_after: MemoryReport | None = None,
+    ) -> ResizeOutcome:
+        return ResizeOutcome(
+            replica_id=self._replica_id,
+            revision=plan.revision,
+            outcome=outcome,
+            reason=reason,
+            before=self.split,
+            after=self.split,
+            policy=plan.policy,
+            plan_reason=plan.reason,
+            resident_bytes_before=memory_before.resident_bytes if memory_before else 0,
+            resident_bytes_after=memory_after.resident_bytes if memory_after else 0,
+        )
+
+
+async def _roll_back(undos: list[Undo]) -> str:
+    """Undo in reverse; says how that went. Stops at the first failure, since later undos build on it."""
+    for undo in reversed(undos):
+        try:
+            await undo()
+        except CommandFailedError as error:
+            return f"roll-back failed too, the next resize reconciles: {error}"
+    return "rolled back" if undos else "nothing was changed"
+
+
+def _command_seconds(scheduler: SchedulerReport, memory: MemoryReport) -> float:
+    return scheduler.command_seconds + memory.command_seconds
+
+
+def _describe(before: Split, after: Split) -> str:
+    return f"cap {before.cap} -> {after.cap}, KV blocks {before.kv_blocks} -> {after.kv_blocks}"

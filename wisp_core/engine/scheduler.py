@@ -1,0 +1,114 @@
+"""Schedulers that can be asked: vLLM's own, plus the KV balloon and a measure of KV demand.
+
+vLLM resolves a utility call to an attribute of its engine core and calls it between two steps. ``scheduler`` is such
+an attribute, so a callable scheduler is reached as ``call_utility("scheduler", command, *args)`` without any patch.
+Arguments and results are plain JSON values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from wisp_core.engine.block_balloon import BlockBalloon
+from wisp_core.engine.reports import SchedulerReport, TakeReport
+from wisp_core.engine.turn_meter import TurnMeter
+
+
+class WispSchedulerMixin:
+    """Commands of the control side, in front of a vLLM scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        self._wisp_balloon = BlockBalloon(scheduler.kv_cache_manager, watermark=scheduler.scheduler_config.watermark)
+        self._wisp_meter = TurnMeter(
+            scheduler,
+            self._wisp_balloon,
+            block_tokens=scheduler.block_size,
+            max_blocks=len(scheduler.kv_cache_manager.block_pool.blocks),
+        )
+        self._wisp_command_seconds = 0.0
+        self._wisp_commands: dict[str, Callable[..., Any]] = {
+            "ping": lambda: True,
+            "configure": self._wisp_balloon.configure,
+            "deflate": self._wisp_deflate,
+            "take": self._wisp_take,
+            "give": self._wisp_balloon.give,
+            "floor": self._wisp_meter.floor_blocks,
+            "stat": self._wisp_stat,
+            "check_integrity": self._wisp_balloon.check_integrity,
+        }
+
+    def __call__(self, command: str, *args: Any) -> Any:
+        """Run one command between steps; ValueError for an unknown one."""
+        if command not in self._wisp_commands:
+            raise ValueError(f"unknown command {command!r}, known: {', '.join(self._wisp_commands)}")
+        started_s = time.perf_counter()
+        try:
+            return self._wisp_commands[command](*args)
+        finally:
+            self._wisp_command_seconds += time.perf_counter() - started_s
+
+    def _wisp_deflate(self) -> list[int]:
+        """Take every free group, below any floor: only before the engine serves its first request."""
+        groups = self._wisp_balloon.available_groups()
+        self._wisp_balloon.take(groups)
+        return groups
+
+    def _wisp_take(self, num_groups: int) -> dict[str, Any]:
+        """Take ``num_groups`` groups or none: none when fewer are free, or when the floor would be broken."""
+        balloon = self._wisp_balloon
+        available = balloon.available_groups()
+        floor_blocks = self._wisp_meter.floor_blocks()
+        usable_after = balloon.usable_blocks - num_groups * balloon.group_blocks
+        is_possible = num_groups <= len(available) and usable_after >= floor_blocks
+        groups = available[:num_groups] if is_possible else []
+        balloon.take(groups)
+        return TakeReport(
+            groups=groups, available_groups=len(available), floor_blocks=floor_blocks, usable_after=usable_after
+        ).model_dump()
+
+    def _wisp_stat(self) -> dict[str, Any]:
+        now_s = time.monotonic()
+        return SchedulerReport(
+            usable_blocks=self._wisp_balloon.usable_blocks,
+            taken_groups=tuple(self._wisp_balloon.taken),
+            command_seconds=self._wisp_command_seconds,
+            kv=self._wisp_meter.demand(now_s),
+        ).model_dump()
+
+    # What follows overrides vLLM's scheduler, to see turns come, start and go.
+
+    def add_request(self, request: Any) -> None:
+        """Queue a request."""
+        super().add_request(request)  # type: ignore[misc]
+        self._wisp_meter.note_change()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Decide the next step."""
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if output.scheduled_new_reqs:
+            self._wisp_meter.note_admitted([new.req_id for new in output.scheduled_new_reqs])
+        return output
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
+        self._wisp_meter.note_preemption()
+
+    def _free_blocks(self, request: Any) -> None:
+        self._wisp_meter.note_finished(request)
+        super()._free_blocks(request)  # type: ignore[misc]
+        self._wisp_meter.note_change()
+
+
+class WispScheduler(WispSchedulerMixin, Scheduler):  # type: ignore[misc]
+    """For the CPU platform, where vLLM schedules synchronously."""
+
+
+class WispAsyncScheduler(WispSchedulerMixin, AsyncScheduler):  # type: ignore[misc]
+    """For a GPU: keeps vLLM's asynchronous scheduling."""

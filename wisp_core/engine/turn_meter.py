@@ -1,0 +1,108 @@
+"""Reads vLLM's scheduler state into the KV demand meters of `wisp_core.memory`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from wisp_core.contracts import KvDemand
+from wisp_core.engine.block_balloon import BlockBalloon
+from wisp_core.memory.kv_demand import DemandMeter, Turn
+from wisp_core.memory.kv_reuse import PrefixReuse
+
+WINDOW_S = 10.0
+"""Span of the means, peaks and rates that a snapshot reports, seconds."""
+
+_REMEMBERED_POOLS = 4
+"""Prefix blocks are remembered up to this many times the largest pool: reuse further apart is out of reach anyhow."""
+
+
+class TurnMeter:
+    """What running and waiting turns ask of the KV pool: work at a turn's start and end, none per step."""
+
+    def __init__(self, scheduler: Any, balloon: BlockBalloon, *, block_tokens: int, max_blocks: int) -> None:
+        self._scheduler = scheduler
+        self._balloon = balloon
+        self._block_tokens = block_tokens
+        self._demand = DemandMeter(window_s=WINDOW_S, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
+        self._reuse = PrefixReuse(
+            max_blocks=_REMEMBERED_POOLS * max_blocks, block_tokens=block_tokens, window_s=WINDOW_S
+        )
+        self._started_s = time.monotonic()
+        self._preemptions = 0
+
+    def floor_blocks(self) -> int:
+        """κ_min of the turns that run now, without the null block."""
+        running, _ = self._turns()
+        return self._demand.floor_blocks(self._balloon.used_blocks, running)
+
+    def demand(self, now_s: float) -> KvDemand:
+        """Everything measured; ``now_s`` on the monotonic clock."""
+        running, waiting = self._turns()
+        used_blocks = self._balloon.used_blocks
+        self._demand.observe(now_s, used_blocks=used_blocks, running=running, waiting=waiting)
+        return KvDemand(
+            running_turns=len(running),
+            waiting_turns=len(waiting),
+            floor_blocks=self._demand.floor_blocks(used_blocks, running),
+            demand_blocks=self._demand.peak_demand_blocks(now_s),
+            used_blocks=used_blocks,
+            cached_blocks=self._balloon.num_cached_blocks(),
+            mean_turns=self._demand.mean_turns(now_s),
+            preemptions=self._preemptions,
+            reuse=self._reuse.bins(now_s, now_s - self._started_s),
+        )
+
+    def note_change(self) -> None:
+        """Turns came or went."""
+        running, waiting = self._turns()
+        used_blocks = self._balloon.used_blocks
+        self._demand.observe(time.monotonic(), used_blocks=used_blocks, running=running, waiting=waiting)
+
+    def note_admitted(self, request_ids: list[str]) -> None:
+        """Turns got their first blocks; a preempted one that comes back is not among them."""
+        now_s = time.monotonic()
+        for request_id in request_ids:
+            request = self._scheduler.requests[request_id]
+            if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+                num_full = request.num_prompt_tokens // self._block_tokens
+                num_reusable = (request.num_prompt_tokens - 1) // self._block_tokens
+                self._reuse.admit(self._hashes(request)[:num_full], now_s, num_reusable=num_reusable)
+        self.note_change()
+
+    def note_preemption(self) -> None:
+        """A running turn lost its blocks."""
+        self._preemptions += 1
+
+    def note_finished(self, request: Any) -> None:
+        """A turn ends; its blocks stay cached, with its output in them."""
+        if request.status != RequestStatus.FINISHED_ABORTED:
+            self._demand.lengths.observe(request.num_output_tokens)
+        if self._scheduler.kv_cache_manager.enable_caching:
+            self._reuse.touch(self._hashes(request))
+
+    def _hashes(self, request: Any) -> list[Any]:
+        """One hash per full block; vLLM may hash at a finer grain, each hash covering all before it."""
+        grain = self._block_tokens // self._scheduler.hash_block_size
+        hashes: list[Any] = request.block_hashes[grain - 1 :: grain]
+        return hashes
+
+    def _turns(self) -> tuple[list[Turn], list[Turn]]:
+        running: list[Turn] = []
+        waiting: list[Turn] = []
+        for request in self._scheduler.requests.values():
+            if not request.is_finished():
+                is_running = request.status == RequestStatus.RUNNING
+                (running if is_running else waiting).append(self._turn(request))
+        return running, waiting
+
+    def _turn(self, request: Any) -> Turn:
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return Turn(
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            max_output_tokens=request.max_tokens,
+            held_blocks=max(map(len, blocks), default=0),
+        )

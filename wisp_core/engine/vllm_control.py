@@ -1,0 +1,172 @@
+"""`EngineControl` over vLLM: by messages to an AsyncLLM's processes, or by calls into an LLM in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+from vllm import LLM
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
+from wisp_core.engine.reports import (
+    LayoutReport,
+    MemoryReport,
+    PagerReport,
+    SchedulerReport,
+    SignatureReport,
+    TakeReport,
+)
+from wisp_core.errors import EngineUnavailableError, IntegrityError
+
+COMMAND_TIMEOUT_S = 60.0
+"""A command waits for the step that runs; one that waits longer than this waits for a hung engine."""
+
+
+class VllmControl(ABC):
+    """Commands in terms of one call to the scheduler and one to the worker."""
+
+    @abstractmethod
+    async def _scheduler(self, command: str, *args: Any) -> Any:
+        """Run a command of `WispSchedulerMixin`."""
+
+    @abstractmethod
+    async def _worker(self, method: str, *args: Any) -> Any:
+        """Run a ``wisp_`` method of the worker."""
+
+    @abstractmethod
+    async def drain(self, timeout_s: float) -> None:
+        """See `EngineControl`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """See `EngineControl`."""
+
+    async def layout(self) -> LayoutReport:
+        """See `EngineControl`."""
+        return LayoutReport.model_validate(await self._worker("wisp_layout"))
+
+    async def scheduler_report(self) -> SchedulerReport:
+        """See `EngineControl`."""
+        return SchedulerReport.model_validate(await self._scheduler("stat"))
+
+    async def memory_report(self) -> MemoryReport:
+        """See `EngineControl`."""
+        return MemoryReport.model_validate(await self._worker("wisp_memory"))
+
+    async def pager_report(self) -> PagerReport:
+        """See `EngineControl`."""
+        return PagerReport.model_validate(await self._worker("wisp_pager"))
+
+    async def signatures(self) -> list[SignatureReport]:
+        """See `EngineControl`."""
+        return [SignatureReport.model_validate(report) for report in await self._worker("wisp_signatures")]
+
+    async def configure(self, group_blocks: int) -> None:
+        """See `EngineControl`."""
+        await self._scheduler("configure", group_blocks)
+
+    async def deflate(self) -> None:
+        """See `EngineControl`."""
+        await self._scheduler("deflate")
+
+    async def take_groups(self, num_groups: int) -> TakeReport:
+        """See `EngineControl`."""
+        return TakeReport.model_validate(await self._scheduler("take", num_groups))
+
+    async def give_groups(self, groups: list[int]) -> None:
+        """See `EngineControl`."""
+        await self._scheduler("give", groups)
+
+    async def unmap_groups(self, groups: list[int]) -> None:
+        """See `EngineControl`."""
+        await self._worker("wisp_unmap_groups", groups)
+
+    async def map_groups(self, groups: list[int]) -> None:
+        """See `EngineControl`."""
+        await self._worker("wisp_map_groups", groups)
+
+    async def set_cap(self, cap: int) -> None:
+        """See `EngineControl`."""
+        await self._worker("wisp_set_cap", cap)
+
+    async def ping(self) -> None:
+        """Return when both the engine loop and the worker answer."""
+        await self._scheduler("ping")
+        await self._worker("wisp_pid")
+
+    async def check_integrity(self) -> None:
+        """See `EngineControl`."""
+        try:
+            await self._scheduler("check_integrity")
+            await self._worker("wisp_check_integrity")
+        except CommandFailedError as error:
+            raise IntegrityError(str(error)) from error
+
+
+class AsyncControl(VllmControl):
+    """Over the processes of an AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `EngineControl`. Requests that wait in the queue go on waiting and are not what is waited for."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._llm.pause_generation(mode="wait", clear_cache=False)
+        except TimeoutError as error:
+            raise DrainTimeoutError(f"requests still run after {timeout_s:g} s") from error
+        except EngineDeadError as error:
+            raise EngineUnavailableError("the engine is dead") from error
+
+    async def resume(self) -> None:
+        """See `EngineControl`."""
+        await self._call("resume", self._llm.resume_generation())
+
+    async def _scheduler(self, command: str, *args: Any) -> Any:
+        return await self._call(command, self._llm.engine_core.call_utility_async("scheduler", command, *args))
+
+    async def _worker(self, method: str, *args: Any) -> Any:
+        return (await self._call(method, self._llm.collective_rpc(method, args=args)))[0]
+
+    async def _call(self, name: str, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                return await call
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"{name}: no answer within {COMMAND_TIMEOUT_S:g} s") from error
+        except EngineDeadError as error:
+            raise EngineUnavailableError(f"{name}: the engine is dead") from error
+        except Exception as error:
+            raise CommandFailedError(f"{name}: {error}") from error
+
+
+class LocalControl(VllmControl):
+    """Over an LLM whose engine runs in this process: nothing here ever waits."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `EngineControl`. Nobody else steps this engine, so waiting would not help."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise DrainTimeoutError("requests are unfinished, and this engine only runs inside generate()")
+
+    async def resume(self) -> None:
+        """See `EngineControl`."""
+
+    async def _scheduler(self, command: str, *args: Any) -> Any:
+        return self._call(command, self._llm.llm_engine.engine_core.engine_core.scheduler, command, *args)
+
+    async def _worker(self, method: str, *args: Any) -> Any:
+        return self._call(method, self._llm.llm_engine.collective_rpc, method, None, args)[0]
+
+    @staticmethod
+    def _call(name: str, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            raise CommandFailedError(f"{name}: {error}") from error

@@ -1,0 +1,247 @@
+"""Workers whose KV cache and expert slots share one budget: vLLM's own, plus backing, commands and attribution.
+
+Importing this module registers the pager's layer, so a paged engine works even where no entry point is found (a
+checkout on PYTHONPATH, Ray's working_dir). Every added method starts with ``wisp_`` and takes and returns JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from wisp_core.contracts import MemoryLayout
+from wisp_core.engine.dense_bytes import dense_parameter_bytes
+from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
+from wisp_core.engine.pooled_memory import PooledMemory
+from wisp_core.engine.reports import LayoutReport, PagerReport
+from wisp_core.engine.session_tally import SessionTally
+from wisp_core.engine.step_rows import StepRows
+from wisp_core.errors import ConfigurationError
+from wisp_core.memory.kv_demand import blocks_of
+from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.memory.region import Backing
+from wisp_core.pager.pager import Pager
+from wisp_core.pager.plugin import register
+from wisp_core.pager.registry import current_pager
+from wisp_core.settings import WispSettings
+
+register()
+
+
+class WispWorkerMixin:
+    """The worker's side of a paged, resizable engine."""
+
+    # vLLM's worker provides these.
+    vllm_config: Any
+    model_runner: Any
+    get_kv_cache_spec: Callable[[], dict[str, Any]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = WispSettings.from_additional_config(self.vllm_config.additional_config)
+        if settings is None or settings.vram_budget_bytes is None:
+            raise ConfigurationError("a WiSP worker needs additional_config.wisp.vram_budget_bytes")
+        self._wisp_settings = settings
+        self._wisp_budget_bytes = 0
+        self._wisp_other_bytes = 0
+        self._wisp_command_seconds = 0.0
+        self._wisp_pager: Pager
+        self._wisp_zeros: RegionForZeros
+        self._wisp_memory: PooledMemory
+        self._wisp_tally: SessionTally
+
+    # -- vLLM's life cycle ----------------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load, then check that the experts are ours: vLLM logs a plugin that fails and goes on without it."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        pager = current_pager()
+        if pager is None or not pager.is_ready:
+            raise ConfigurationError("no expert layer of this model is paged: it has none, or it is not vLLM's own")
+        self._wisp_pager = pager
+        self._wisp_tally = SessionTally(num_layers=pager.num_layers, num_experts=pager.num_experts)
+        pager.observer = self._wisp_tally
+
+    def determine_available_memory(self) -> int:
+        """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""
+        self._wisp_profile()
+        settings, pager = self._wisp_settings, self._wisp_pager
+        dense_bytes = dense_parameter_bytes(self.model_runner.get_model())
+        self._wisp_other_bytes = dense_bytes + settings.activation_bytes
+        self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
+        experts_bytes = pager.experts_bytes_by_cap()[self._wisp_min_cap]
+        specs = self.get_kv_cache_spec()
+        group_blocks, block_bytes = block_group(specs, self._wisp_backing().page_bytes)
+        group_bytes = group_blocks * block_bytes
+        num_groups = (self._wisp_budget_bytes - experts_bytes) // group_bytes
+        needed = blocks_of(self.vllm_config.model_config.max_model_len, self.vllm_config.cache_config.block_size) + 1
+        if num_groups * group_blocks < needed:
+            needed_bytes = self._wisp_other_bytes + experts_bytes + -(-needed // group_blocks) * group_bytes
+            raise ConfigurationError(
+                f"vram_budget_bytes {settings.vram_budget_bytes} is too small: {dense_bytes} dense weights + "
+                f"{settings.activation_bytes} activations + {experts_bytes} experts at cap {self._wisp_min_cap} leave "
+                f"no room for the {needed} KV blocks of {block_bytes} bytes that max_model_len "
+                f"{self.vllm_config.model_config.max_model_len} needs; set vram_budget_bytes to {needed_bytes} or "
+                "more, or lower max_model_len"
+            )
+        return int(num_groups * group_bytes)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag != "kv_cache":
+            context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+            return context
+        self._wisp_zeros = RegionForZeros(self._wisp_backing())
+        return self._wisp_zeros
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the KV cache; from here on both pools are accounted."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        region = self._wisp_zeros.region
+        if region is None:
+            raise ConfigurationError("vLLM did not allocate its KV cache where expected; use the tested vLLM version")
+        self._wisp_memory = PooledMemory(
+            budget_bytes=self._wisp_budget_bytes,
+            experts=self._wisp_pager,
+            kv_region=region,
+            geometry=kv_geometry(kv_cache_config, region.page_bytes),
+        )
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, and count which session used which experts."""
+        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._wisp_tally.end_step()
+
+    # -- commands -------------------------------------------------------------------------------------------------
+
+    def wisp_layout(self) -> dict[str, Any]:
+        """`LayoutReport`: what does not change."""
+        pager, geometry = self._wisp_pager, self._wisp_memory.geometry
+        layout = MemoryLayout(
+            page_bytes=geometry.page_bytes,
+            num_layers=pager.num_layers,
+            num_experts=pager.num_experts,
+            top_k=pager.top_k,
+            min_cap=self._wisp_min_cap,
+            experts_bytes_by_cap=pager.experts_bytes_by_cap(),
+            expert_bytes=pager.expert_bytes,
+            block_tokens=self.vllm_config.cache_config.block_size,
+            block_bytes=geometry.block_bytes,
+            kv_group_blocks=geometry.group_blocks,
+            max_kv_blocks=geometry.num_blocks - 1,
+            max_model_len=self.vllm_config.model_config.max_model_len,
+            max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+        )
+        return LayoutReport(
+            layout=layout,
+            budget_bytes=self._wisp_budget_bytes,
+            other_bytes=self._wisp_other_bytes,
+            worker_pid=os.getpid(),
+            emulated_link_bytes_per_s=self._wisp_settings.emulated_link_bytes_per_s,
+        ).model_dump()
+
+    def wisp_set_cap(self, cap: int) -> None:
+        """Give every layer ``cap`` slots."""
+        with self._wisp_timed():
+            self._wisp_synchronize()
+            self._wisp_memory.set_cap(cap)
+
+    def wisp_map_groups(self, groups: list[int]) -> None:
+        """Back KV groups with zero pages."""
+        with self._wisp_timed():
+            self._wisp_memory.map_groups(groups)
+
+    def wisp_unmap_groups(self, groups: list[int]) -> None:
+        """Return the pages of KV groups that are out of vLLM's pool."""
+        with self._wisp_timed():
+            self._wisp_synchronize()
+            self._wisp_memory.unmap_groups(groups)
+
+    def wisp_memory(self) -> dict[str, Any]:
+        """`MemoryReport`: both pools now."""
+        return self._wisp_memory.report(self._wisp_command_seconds).model_dump()
+
+    def wisp_pager(self) -> dict[str, Any]:
+        """`PagerReport`: counters and curves."""
+        pager = self._wisp_pager
+        return PagerReport(
+            decode=pager.counts_decode,
+            prefill=pager.counts_prefill,
+            decode_misses_by_cap=pager.decode_misses_by_cap(),
+            prefill_misses_by_cap=pager.prefill_misses_by_cap(),
+            resident=pager.resident(),
+        ).model_dump()
+
+    def wisp_signatures(self) -> list[dict[str, Any]]:
+        """`SignatureReport` of each key touched since the last call."""
+        return [report.model_dump() for report in self._wisp_tally.export_touched()]
+
+    def wisp_check_integrity(self) -> None:
+        """Raise IntegrityError when a conservation check fails."""
+        self._wisp_memory.check_integrity()
+
+    def wisp_pid(self) -> int:
+        """Proves that the worker answers."""
+        return os.getpid()
+
+    @contextmanager
+    def _wisp_timed(self) -> Iterator[None]:
+        """Count a command's time, in which the engine runs no step."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wisp_command_seconds += time.perf_counter() - started_s
+
+    # -- what differs by platform ---------------------------------------------------------------------------------
+
+    @property
+    def _wisp_min_cap(self) -> int:
+        return self._wisp_settings.min_cap or self._wisp_pager.top_k
+
+    def _wisp_backing(self) -> Backing:
+        raise NotImplementedError
+
+    def _wisp_profile(self) -> None:
+        """Compile and warm up where vLLM does so while it measures memory."""
+        raise NotImplementedError
+
+    def _wisp_synchronize(self) -> None:
+        """Wait until no step in flight can write a page that goes."""
+        raise NotImplementedError
+
+
+class WispCPUWorker(WispWorkerMixin, CPUWorker):  # type: ignore[misc]
+    """On CPU: memfd mappings; a step is over when its call returns."""
+
+    def _wisp_backing(self) -> Backing:
+        return MemfdBacking()
+
+    def _wisp_profile(self) -> None:
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+
+    def _wisp_synchronize(self) -> None:
+        return
+
+
+class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
+    """On a GPU: not run yet. It needs a device backing, which it refuses to start without."""
+
+    def _wisp_backing(self) -> Backing:
+        raise ConfigurationError("resizing on a GPU needs a device memory backing, which this version does not have")
+
+    def _wisp_profile(self) -> None:
+        Worker.determine_available_memory(self)
+
+    def _wisp_synchronize(self) -> None:
+        torch.accelerator.synchronize()

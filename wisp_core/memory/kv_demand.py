@@ -1,0 +1,131 @@
+"""What the turns in an engine ask of the KV pool: blocks needed in full, the admission floor, means and peaks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_FORGETTING = 0.9
+"""Weight of the past in the expected output length, per finished turn."""
+
+
+def blocks_of(num_tokens: int, block_tokens: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One unfinished turn; lengths in tokens."""
+
+    prompt_tokens: int
+    output_tokens: int
+    max_output_tokens: int
+    held_blocks: int = 0
+
+
+class OutputLengths:
+    """Expected output length: the decayed mean of finished turns, within what a turn asked for."""
+
+    def __init__(self) -> None:
+        self._mean_tokens: float | None = None
+
+    def observe(self, output_tokens: int) -> None:
+        """Count a finished turn."""
+        if self._mean_tokens is None:
+            self._mean_tokens = float(output_tokens)
+        self._mean_tokens = _FORGETTING * self._mean_tokens + (1 - _FORGETTING) * output_tokens
+
+    def expect(self, turn: Turn) -> int:
+        """Tokens that ``turn`` will have put out at its end; all it may, as long as no turn has finished."""
+        if self._mean_tokens is None:
+            return turn.max_output_tokens
+        return min(turn.max_output_tokens, max(round(self._mean_tokens), turn.output_tokens + 1))
+
+
+class DemandMeter:
+    """Means and peaks over a sliding window of ``window_s`` seconds, kept in ``num_buckets`` buckets."""
+
+    def __init__(self, *, window_s: float, block_tokens: int, max_model_len: int, num_buckets: int = 20) -> None:
+        self.lengths = OutputLengths()
+        self._block_tokens = block_tokens
+        self._max_model_len = max_model_len
+        self._bucket_s = window_s / num_buckets
+        self._num_buckets = num_buckets
+        self._buckets: deque[_Bucket] = deque()
+        self._last_s: float | None = None
+        self._turns = 0
+        self._demand_blocks = 0
+
+    @property
+    def longest_request_blocks(self) -> int:
+        """Blocks of the longest request that the engine accepts: the static part of the floor."""
+        return blocks_of(self._max_model_len, self._block_tokens)
+
+    def full_blocks(self, turn: Turn) -> int:
+        """Blocks that ``turn`` needs to run to its expected end."""
+        tokens = min(turn.prompt_tokens + self.lengths.expect(turn), self._max_model_len)
+        return blocks_of(tokens, self._block_tokens)
+
+    def floor_blocks(self, used_blocks: int, running: Iterable[Turn]) -> int:
+        """κ_min without the null block: what is held, counted once where shared, and what running turns still need."""
+        return max(self.longest_request_blocks, self._needed(used_blocks, running))
+
+    def observe(self, now_s: float, *, used_blocks: int, running: list[Turn], waiting: list[Turn]) -> None:
+        """Note the state from now on; call when turns come, start or go."""
+        self._advance(now_s)
+        self._turns = len(running) + len(waiting)
+        self._demand_blocks = self._needed(used_blocks, running) + sum(map(self.full_blocks, waiting))
+        self._bucket(now_s).note_peak(self._demand_blocks)
+
+    def mean_turns(self, now_s: float) -> float:
+        """Mean number of running and waiting turns over the window."""
+        self._advance(now_s)
+        seconds = sum(bucket.seconds for bucket in self._buckets)
+        return sum(bucket.turn_seconds for bucket in self._buckets) / seconds if seconds else float(self._turns)
+
+    def peak_demand_blocks(self, now_s: float) -> int:
+        """Most blocks that running and waiting turns needed in full, over the window."""
+        self._advance(now_s)
+        return max((bucket.peak_blocks for bucket in self._buckets), default=self._demand_blocks)
+
+    def _needed(self, used_blocks: int, running: Iterable[Turn]) -> int:
+        return used_blocks + sum(max(0, self.full_blocks(turn) - turn.held_blocks) for turn in running)
+
+    def _advance(self, now_s: float) -> None:
+        """Charge the time since the last call to the buckets it lies in, with the state that held."""
+        start_s = now_s if self._last_s is None else max(self._last_s, now_s - self._num_buckets * self._bucket_s)
+        while start_s < now_s:
+            bucket = self._bucket(start_s)
+            stop_s = min(now_s, (bucket.index + 1) * self._bucket_s)
+            if stop_s <= start_s:  # rounding at a bucket's edge
+                stop_s = now_s
+            bucket.charge(stop_s - start_s, self._turns, self._demand_blocks)
+            start_s = stop_s
+        self._last_s = now_s
+        oldest = int(now_s / self._bucket_s) - self._num_buckets
+        while self._buckets and self._buckets[0].index <= oldest:
+            self._buckets.popleft()
+
+    def _bucket(self, now_s: float) -> _Bucket:
+        index = int(now_s / self._bucket_s)
+        if not self._buckets or self._buckets[-1].index < index:
+            self._buckets.append(_Bucket(index))
+        return self._buckets[-1]
+
+
+@dataclass
+class _Bucket:
+    index: int
+    seconds: float = 0.0
+    turn_seconds: float = 0.0
+    peak_blocks: int = 0
+
+    def charge(self, seconds: float, turns: int, demand_blocks: int) -> None:
+        self.seconds += seconds
+        self.turn_seconds += seconds * turns
+        self.note_peak(demand_blocks)
+
+    def note_peak(self, demand_blocks: int) -> None:
+        self.peak_blocks = max(self.peak_blocks, demand_blocks)
