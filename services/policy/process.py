@@ -84,7 +84,7 @@ class PolicyProcess:
     @property
     def pid(self) -> int:
         """The child's process id."""
-        return self._process.pid
+        return int(self._process.pid)
 
     def ask(self, snapshot: ReplicaSnapshot, deadline_s: float) -> Decision:
         """The policy's decision, checked against the replica's bounds. Raises PolicyFaultError.

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_snapshots import make_snapshot
+
+from wisp_core.allocation.cost_model import CostModel, missing_evidence
+from wisp_core.contracts import KvDemand, PagerCounts, ReuseBin, Split
+
+COPY_S = 8192 / 1e6  # one expert over the link
+
+
+def test_at_the_current_split_the_cost_is_what_was_observed() -> None:
+    snapshot = make_snapshot()
+    terms = CostModel.from_snapshot(snapshot).terms(snapshot.split)
+    assert terms.decode_link_s == pytest.approx(10 * 4 * COPY_S)
+    assert terms.decode_compute_s == pytest.approx(10 * (2.0 - 1.0) / 100)
+    assert terms.prefill_link_s == pytest.approx(1 * 16 * COPY_S)
+    assert terms.prefill_compute_s == pytest.approx(100 * (2.0 - 1.0) / 1000)
+    assert terms.total_s == pytest.approx(56 * COPY_S + 0.2)
+
+
+def test_decode_misses_follow_the_curve() -> None:
+    model = CostModel.from_snapshot(make_snapshot())
+    saved = model.cost(Split(cap=4, kv_blocks=40)) - model.cost(Split(cap=5, kv_blocks=40))
+    assert saved == pytest.approx(10 * 1 * COPY_S + 1 * 4 * COPY_S)
+
+
+def test_lost_reuse_is_prefilled_again() -> None:
+    reuse = (
+        ReuseBin(blocks=20, turns_per_s=1, tokens_per_s=50),
+        ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=200),
+    )
+    snapshot = make_snapshot(kv=KvDemand(reuse=reuse), split=Split(cap=4, kv_blocks=63))
+    model = CostModel.from_snapshot(snapshot)
+    per_token_s = 16 / 100 * COPY_S + 1.0 / 1000
+    kept = model.cost(Split(cap=4, kv_blocks=60))
+    assert kept == model.cost(snapshot.split)
+    assert model.cost(Split(cap=4, kv_blocks=59)) - kept == pytest.approx(200 * per_token_s)
+    assert model.cost(Split(cap=4, kv_blocks=19)) - kept == pytest.approx(250 * per_token_s)
+
+
+def test_reuse_lost_now_is_already_in_what_is_prefilled() -> None:
+    reuse = (ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=80),)
+    small = make_snapshot(kv=KvDemand(reuse=reuse), split=Split(cap=4, kv_blocks=31))
+    model = CostModel.from_snapshot(small)
+    assert model.terms(small.split).prefill_compute_s == pytest.approx(100 * 1e-3)
+    assert model.terms(Split(cap=4, kv_blocks=63)).prefill_compute_s == pytest.approx(20 * 1e-3)
+
+
+def test_half_the_demanded_blocks_halve_the_batch_and_double_the_steps() -> None:
+    snapshot = make_snapshot(kv=KvDemand(mean_turns=2, demand_blocks=80))
+    model = CostModel.from_snapshot(snapshot)
+    full, half = model.terms(Split(cap=4, kv_blocks=80)), model.terms(Split(cap=4, kv_blocks=40))
+    assert half.decode_compute_s == pytest.approx(2 * full.decode_compute_s)
+    # 600 distinct in 100 steps of 2 layers and 2 tokens: 3 experts where one token has 2, so γ = log2(1.5).
+    assert half.decode_link_s == pytest.approx(2 * 0.5 ** math.log2(1.5) * full.decode_link_s)
+
+
+def test_more_kv_than_demanded_changes_nothing() -> None:
+    model = CostModel.from_snapshot(make_snapshot(kv=KvDemand(mean_turns=2, demand_blocks=80)))
+    assert model.cost(Split(cap=4, kv_blocks=80)) == model.cost(Split(cap=4, kv_blocks=127))
+
+
+def test_turns_beyond_the_engines_limit_do_not_wait_for_kv() -> None:
+    crowded = make_snapshot(kv=KvDemand(mean_turns=16, demand_blocks=160))  # only 8 can run: 80 blocks
+    model = CostModel.from_snapshot(crowded)
+    assert model.cost(Split(cap=4, kv_blocks=80)) == model.cost(Split(cap=4, kv_blocks=127))
+    assert model.cost(Split(cap=4, kv_blocks=79)) > model.cost(Split(cap=4, kv_blocks=80))
+
+
+def test_without_a_prefill_in_the_window_a_lost_prefix_costs_one_pass_a_turn() -> None:
+    reuse = (ReuseBin(blocks=60, turns_per_s=3, tokens_per_s=300),)
+    snapshot = make_snapshot(
+        kv=KvDemand(reuse=reuse),
+        prefill=PagerCounts(),
+        prefill_steps_per_s=0.0,
+        prefill_tokens_per_s=0.0,
+        prefill_misses_by_cap=(),
+    )
+    model = CostModel.from_snapshot(snapshot)
+    assert model.terms(Split(cap=4, kv_blocks=59)).prefill_link_s == pytest.approx(3 * 2 * (8 - 4) * COPY_S)
+    assert model.terms(Split(cap=4, kv_blocks=60)).prefill_link_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"decode_steps_per_s": 0.0}, "no decode step"),
+        ({"decode_misses_by_cap": ()}, "no miss curve"),
+        ({"decode_misses_by_cap": (1.0, 0.0)}, "no miss curve"),
+        ({"link_bytes_per_s": 0.0}, "link speed"),
+    ],
+)
+def test_missing_evidence_is_named(changes: dict[str, object], text: str) -> None:
+    assert text in (missing_evidence(make_snapshot(**changes)) or "")
+
+
+def test_a_busy_replica_lacks_nothing() -> None:
+    assert missing_evidence(make_snapshot()) is None
+
+
+@given(
+    demand=st.integers(0, 300),
+    now=st.integers(1, 127),
+    blocks=st.tuples(st.integers(1, 127), st.integers(1, 127)),
+    reuse=st.lists(st.tuples(st.integers(0, 200), st.floats(0, 1e4)), max_size=5),
+    distinct=st.integers(0, 2000),
+)
+def test_cost_never_grows_with_kv(
+    demand: int, now: int, blocks: tuple[int, int], reuse: list[tuple[int, float]], distinct: int
+) -> None:
+    bins = tuple(ReuseBin(blocks=b, turns_per_s=1, tokens_per_s=t) for b, t in sorted(reuse))
+    snapshot = make_snapshot(
+        split=Split(cap=4, kv_blocks=now),
+        kv=KvDemand(mean_turns=2, demand_blocks=demand, reuse=bins),
+        decode=PagerCounts(steps=100, tokens=400, distinct=distinct, seconds=2.0, link_seconds=1.0),
+    )
+    model = CostModel.from_snapshot(snapshot)
+    less, more = sorted(blocks)
+    assert model.cost(Split(cap=3, kv_blocks=more)) <= model.cost(Split(cap=3, kv_blocks=less)) * (1 + 1e-12)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_snapshots import PAGE, make_snapshot, wants_experts, wants_kv
+
+from policies.damping import Damped
+from policies.mv_wsa import MarginalValue
+from wisp_core.allocation.cost_model import CostModel
+from wisp_core.allocation.solver import feasible_splits, violations
+from wisp_core.contracts import KvDemand, ReplicaSnapshot, ReuseBin, Split
+
+
+def decide(snapshot: ReplicaSnapshot) -> Split:
+    return MarginalValue().decide(snapshot, None)[0].split
+
+
+def test_bursts_get_experts_and_long_turns_get_kv() -> None:
+    assert decide(wants_experts()).cap == 8
+    assert decide(wants_kv()) == Split(cap=3, kv_blocks=119)
+
+
+def test_takes_the_cheapest_feasible_split_and_reports_its_cost() -> None:
+    reuse = tuple(ReuseBin(blocks=b, turns_per_s=1, tokens_per_s=30) for b in (30, 50, 70, 90))
+    snapshot = make_snapshot(kv=KvDemand(mean_turns=2, demand_blocks=60, floor_blocks=8, reuse=reuse))
+    cost = CostModel.from_snapshot(snapshot).cost
+    decision, _ = MarginalValue().decide(snapshot, None)
+    assert decision.predicted_cost == cost(decision.split) == min(map(cost, feasible_splits(snapshot)))
+    assert decision.current_cost == cost(snapshot.split)
+    assert decision.marginals is not None
+    assert f"{decision.predicted_cost:.3f}" in decision.reason
+
+
+def test_the_floor_bounds_what_experts_can_take() -> None:
+    snapshot = wants_experts(kv=KvDemand(mean_turns=2, floor_blocks=80))
+    assert decide(snapshot) == Split(cap=5, kv_blocks=87)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"decode_misses_by_cap": ()}, {"decode_steps_per_s": 0.0}, {"link_bytes_per_s": 0}]
+)
+def test_an_idle_or_unmeasured_replica_is_left_alone(changes: dict[str, object]) -> None:
+    snapshot = make_snapshot(**changes)
+    decision, _ = MarginalValue().decide(snapshot, None)
+    assert decision.split == snapshot.split
+    assert decision.reason.startswith("hold: ")
+
+
+def test_an_infeasible_floor_is_a_hold_with_the_numbers() -> None:
+    snapshot = make_snapshot(kv=KvDemand(floor_blocks=126), budget_bytes=20 * PAGE)
+    decision, _ = MarginalValue().decide(snapshot, None)
+    assert decision.split == snapshot.split
+    assert "infeasible: κ_min is 126 KV blocks" in decision.reason
+
+
+@given(
+    now=st.integers(2, 8),
+    decode=st.lists(st.floats(0, 50), min_size=9, max_size=9),
+    demand=st.integers(0, 200),
+    floor=st.integers(0, 140),
+    reuse=st.lists(st.tuples(st.integers(0, 150), st.floats(0, 1e4)), max_size=4),
+    budget_pages=st.integers(0, 70),
+)
+def test_whatever_is_measured_the_answer_keeps_every_bound(
+    now: int,
+    decode: list[float],
+    demand: int,
+    floor: int,
+    reuse: list[tuple[int, float]],
+    budget_pages: int,
+) -> None:
+    bins = tuple(ReuseBin(blocks=b, turns_per_s=1, tokens_per_s=t) for b, t in sorted(reuse))
+    snapshot = make_snapshot(
+        split=Split(cap=now, kv_blocks=20),
+        decode_misses_by_cap=tuple(decode),
+        kv=KvDemand(mean_turns=2, demand_blocks=demand, floor_blocks=floor, reuse=bins),
+        budget_bytes=budget_pages * PAGE,
+    )
+    split = decide(snapshot)
+    assert split == snapshot.split or violations(snapshot, split) == []
+    assert decide(snapshot.model_copy(update={"split": split})) in (split, *feasible_splits(snapshot))
+
+
+def test_follows_phases_both_ways_within_four_epochs() -> None:
+    policy = Damped(policy=MarginalValue())
+    state = policy.initial_state()
+    split = Split(cap=4, kv_blocks=103)
+    for phase, goal in [(wants_experts, 8), (wants_kv, 3), (wants_experts, 8)]:
+        epochs = 0
+        while split.cap != goal:
+            decision, state = policy.decide(phase(split=split), state)
+            split = decision.split
+            epochs += 1
+            assert epochs <= 4
+        decision, state = policy.decide(phase(split=split), state)
+        assert decision.split == split, "it rests once it is there"
