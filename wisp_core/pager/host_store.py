@@ -25,7 +25,7 @@ def paged_parameters(
     for name, parameter in found.items():
         if parameter.dim() == 0 or parameter.shape[0] != num_experts or not parameter.data.is_contiguous():
             raise UnsupportedModelError(
-                f"{layer_name}.{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}; paging needs "
+                f"{layer_name}.{name} has shape {tuple(parameter.shape)}, strides {parameter.stride()}; paging needs "
                 f"contiguous parameters with {num_experts} experts in front. Remove 'wisp' from --additional-config."
             )
     if not found:
@@ -45,7 +45,7 @@ class ParameterShape:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * int(self.dtype.itemsize)
 
 
 class HostStore:

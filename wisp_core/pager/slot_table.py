@@ -54,7 +54,7 @@ class SlotTable:
 
     def is_resident(self) -> npt.NDArray[np.bool_]:
         """Residency by expert, [E]."""
-        return self.slot_of != NOT_RESIDENT
+        return np.not_equal(self.slot_of, NOT_RESIDENT)
 
     def resident(self) -> tuple[int, ...]:
         """Ids of the experts in slots, ascending."""

@@ -15,4 +15,6 @@ NEVER = -1
 def recency_keys(last_use: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """One distinct integer per expert, larger for a more recent one; same shape as ``last_use`` [..., E]."""
     num_experts = last_use.shape[-1]
-    return last_use * num_experts + np.arange(num_experts - 1, -1, -1, dtype=np.int64)
+    tie_break: npt.NDArray[np.int64] = np.arange(num_experts - 1, -1, -1, dtype=np.int64)
+    keys: npt.NDArray[np.int64] = last_use * num_experts + tie_break
+    return keys

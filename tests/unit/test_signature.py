@@ -1,0 +1,90 @@
+"""Signatures: packing, tallies and the measures that routing uses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from wisp_core.contracts import Signature
+from wisp_core.working_set.signature import (
+    ExpertTally,
+    expected_misses,
+    most_used,
+    overlap,
+    pack,
+    resident_mask,
+    unpack,
+)
+
+
+def signature(counts: np.ndarray) -> Signature:
+    return Signature(key="t/u/s", num_layers=counts.shape[0], num_experts=counts.shape[1], weights=pack(counts))
+
+
+@given(hnp.arrays(np.float64, (3, 5), elements=st.floats(0, 1e6)))
+def test_round_trip_keeps_relative_use_to_one_part_in_255(counts: np.ndarray) -> None:
+    again = Signature.model_validate_json(signature(counts).model_dump_json())
+    largest = counts.max(axis=1, keepdims=True)
+    expected = np.divide(counts, largest, out=np.zeros_like(counts), where=largest > 0)
+    np.testing.assert_allclose(unpack(again), expected, atol=0.5 / 255 + 1e-6)
+
+
+@pytest.mark.parametrize("weights", [b"not zlib", pack(np.ones((2, 4))), pack(np.ones((4, 4)))])
+def test_bytes_that_do_not_fit_are_refused(weights: bytes) -> None:
+    broken = Signature(key="k", num_layers=3, num_experts=4, weights=weights)
+    with pytest.raises(ValueError, match="signature 'k'"):
+        unpack(broken)
+
+
+def test_tally_counts_uses_and_decode_hits_by_key() -> None:
+    tally = ExpertTally(num_layers=2, num_experts=4, half_life_tokens=1e9, max_keys=8)
+    resident = np.array([True, False, False, False])
+    for layer in range(2):
+        tally.add("a", layer, np.array([[0, 1], [0, 2]]), resident, is_prefill=False)
+        tally.add("b", layer, np.array([[3, 2]]), resident, is_prefill=True)
+    a, b = tally.signature("a"), tally.signature("b")
+    assert a is not None
+    assert b is not None
+    np.testing.assert_allclose(unpack(a), [[1, 0.5, 0.5, 0]] * 2, atol=0.01)
+    assert (a.decode_tokens, a.lookups, a.hits) == (2, 6, 2)
+    assert (b.decode_tokens, b.lookups, b.hits) == (0, 0, 0)
+    np.testing.assert_allclose(tally.total(), [[2, 1, 2, 1]] * 2, rtol=1e-6)
+    assert tally.signature("c") is None
+
+
+def test_tally_halves_after_its_half_life_and_drops_the_stalest_key() -> None:
+    tally = ExpertTally(num_layers=1, num_experts=3, half_life_tokens=2, max_keys=2)
+    everywhere = np.ones(3, dtype=np.bool_)
+    tally.add("a", 0, np.array([[0]]), everywhere, is_prefill=False)
+    tally.add("a", 0, np.array([[1], [1]]), everywhere, is_prefill=False)
+    np.testing.assert_allclose(tally.total(), [[0.5, 2, 0]])
+    tally.add("b", 0, np.array([[2]]), everywhere, is_prefill=False)
+    tally.add("a", 0, np.array([[2]]), everywhere, is_prefill=False)
+    tally.add("c", 0, np.array([[2]]), everywhere, is_prefill=False)
+    assert tally.keys() == ("a", "c")
+    tally.forget("a")
+    tally.forget("a")
+    assert tally.keys() == ("c",)
+
+
+def test_most_used_takes_the_cap_and_never_an_unused_expert() -> None:
+    usage = np.array([[5.0, 1.0, 5.0, 0.0], [0.0, 0.0, 2.0, 0.0]])
+    assert most_used(usage, 2).tolist() == [[True, False, True, False], [False, False, True, False]]
+
+
+def test_expected_misses_of_a_session_over_replicas() -> None:
+    session = np.array([[3.0, 1.0, 0.0, 0.0]])
+    replicas = np.stack([resident_mask([[0, 1]], 4), resident_mask([[0, 3]], 4), resident_mask([[]], 4)])
+    np.testing.assert_allclose(expected_misses(session[None], replicas, top_k=2), [0.0, 0.5, 2.0])
+
+
+def test_expected_misses_of_an_unknown_layer_is_zero() -> None:
+    assert expected_misses(np.zeros((2, 4)), np.zeros((2, 4), dtype=np.bool_), top_k=2) == 0.0
+
+
+def test_overlap_is_one_for_the_same_mix_and_zero_for_disjoint_ones() -> None:
+    a = np.array([[2.0, 2.0, 0.0, 0.0]])
+    np.testing.assert_allclose(overlap(np.stack([a * 7, a[:, ::-1], a * 0]), a), [1.0, 0.0, 0.0])

@@ -1,0 +1,167 @@
+"""Signatures: which experts somebody (a session, user, tenant or replica) uses, small enough to send around.
+
+A signature holds decayed use counts [layers, experts], each layer scaled so that its largest is 255, as bytes. The
+measures below take such arrays, in any scale, and broadcast over leading dimensions, so that a router scores one
+session against all replicas at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wisp_core.contracts import Signature
+
+Usage = npt.NDArray[np.floating]
+"""Use counts or weights, not negative; [..., L, E]."""
+
+
+def pack(counts: Usage) -> bytes:
+    """Compress ``counts`` [L, E] into `Signature.weights`: relative use within each layer, 8 bits each."""
+    largest = counts.max(axis=1, keepdims=True)
+    scaled = np.divide(counts, largest, out=np.zeros(counts.shape), where=largest > 0)
+    return zlib.compress(np.rint(scaled * 255).astype(np.uint8).tobytes(), level=1)
+
+
+def unpack(signature: Signature) -> npt.NDArray[np.float32]:
+    """Weights of ``signature`` in [0, 1], [L, E]. Raises ValueError when its bytes do not fit its shape."""
+    num_bytes = signature.num_layers * signature.num_experts
+    decompressor = zlib.decompressobj()
+    try:
+        raw = decompressor.decompress(signature.weights, num_bytes + 1)  # bounded: bytes come from another process
+    except zlib.error as error:
+        raise ValueError(f"signature {signature.key!r}: weights are not zlib data") from error
+    if len(raw) != num_bytes:
+        raise ValueError(f"signature {signature.key!r}: weights do not hold {num_bytes} bytes")
+    weights = np.frombuffer(raw, dtype=np.uint8).reshape(signature.num_layers, signature.num_experts)
+    return weights.astype(np.float32) / np.float32(255)
+
+
+def resident_mask(resident: Sequence[Sequence[int]], num_experts: int) -> npt.NDArray[np.bool_]:
+    """`ReplicaSnapshot.resident` as a mask [L, E]."""
+    mask = np.zeros((len(resident), num_experts), dtype=np.bool_)
+    for layer, experts in enumerate(resident):
+        mask[layer, list(experts)] = True
+    return mask
+
+
+def most_used(usage: Usage, cap: int) -> npt.NDArray[np.bool_]:
+    """The ``cap`` most used experts of each layer, ties by ascending id; unused ones never count. [..., L, E]."""
+    order = np.argsort(-usage, axis=-1, kind="stable")
+    mask = np.zeros(usage.shape, dtype=np.bool_)
+    np.put_along_axis(mask, order[..., :cap], True, axis=-1)
+    return mask & (usage > 0)
+
+
+def expected_misses(weights: Usage, held: npt.NDArray[np.bool_], top_k: int) -> npt.NDArray[np.float64]:
+    """Experts per token that ``weights`` is expected to look up outside ``held``, summed over layers.
+
+    A layer's weights, scaled to sum up to ``top_k``, are taken as the chance that a token uses each expert. A layer
+    that nothing is known about contributes nothing.
+
+    Args:
+        weights: [..., L, E].
+        held: what the replica keeps, from `resident_mask` or `most_used`; broadcasts against ``weights``.
+        top_k: experts per token and layer.
+
+    Returns:
+        Expected misses per token, [...]; 0 to L·top_k.
+    """
+    total = weights.sum(axis=-1, keepdims=True, dtype=np.float64)
+    chance = np.divide(weights * float(top_k), total, out=np.zeros(weights.shape), where=total > 0)
+    return np.asarray(np.where(held, 0.0, chance).sum(axis=(-2, -1)))
+
+
+def overlap(a: Usage, b: Usage) -> npt.NDArray[np.float64]:
+    """Shared use of two working sets: per layer Σ min / Σ max of the shares (Ruzicka), averaged; [...] in [0, 1]."""
+    shares = []
+    for usage in (a, b):
+        total = usage.sum(axis=-1, keepdims=True, dtype=np.float64)
+        shares.append(np.divide(usage, total, out=np.zeros(usage.shape), where=total > 0))
+    least = np.minimum(*shares).sum(axis=-1)
+    most = np.maximum(*shares).sum(axis=-1)
+    return np.asarray(np.divide(least, most, out=np.zeros(least.shape), where=most > 0).mean(axis=-1))
+
+
+@dataclass(slots=True)
+class _Entry:
+    counts: npt.NDArray[np.float64]  # [L, E]
+    decode_tokens: int = 0
+    lookups: int = 0
+    hits: int = 0
+
+
+class ExpertTally:
+    """Decayed use counts by key, from the pager's observer."""
+
+    def __init__(self, num_layers: int, num_experts: int, half_life_tokens: float, max_keys: int) -> None:
+        """Counts halve every ``half_life_tokens`` rows of their key; beyond ``max_keys`` the stalest key goes."""
+        self._shape = (num_layers, num_experts)
+        self._decay = 0.5 ** (1.0 / half_life_tokens)
+        self._max_keys = max_keys
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def add(
+        self,
+        key: str,
+        layer_index: int,
+        topk_ids: npt.NDArray[np.integer],
+        was_resident: npt.NDArray[np.bool_],
+        is_prefill: bool,
+    ) -> None:
+        """Count the rows of one key in one layer of one forward; arguments as in `ForwardObserver.observe`."""
+        entry = self._entry(key)
+        row = entry.counts[layer_index]
+        row *= self._decay ** len(topk_ids)
+        uses = np.bincount(topk_ids.reshape(-1), minlength=self._shape[1])
+        row += uses
+        if not is_prefill:
+            is_used = uses > 0
+            entry.lookups += int(np.count_nonzero(is_used))
+            entry.hits += int(np.count_nonzero(is_used & was_resident))
+            entry.decode_tokens += len(topk_ids) if layer_index == 0 else 0
+
+    def keys(self) -> Iterable[str]:
+        """Known keys, the stalest first."""
+        return tuple(self._entries)
+
+    def forget(self, key: str) -> None:
+        """Drop a key, known or not."""
+        self._entries.pop(key, None)
+
+    def total(self) -> npt.NDArray[np.float64]:
+        """Counts of all keys together, [L, E]."""
+        total = np.zeros(self._shape)
+        for entry in self._entries.values():
+            total += entry.counts
+        return total
+
+    def signature(self, key: str) -> Signature | None:
+        """Signature of a key; None if nothing is known about it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        return Signature(
+            key=key,
+            num_layers=self._shape[0],
+            num_experts=self._shape[1],
+            weights=pack(entry.counts),
+            decode_tokens=entry.decode_tokens,
+            lookups=entry.lookups,
+            hits=entry.hits,
+        )
+
+    def _entry(self, key: str) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(np.zeros(self._shape))
+            if len(self._entries) > self._max_keys:
+                self._entries.popitem(last=False)
+        else:
+            self._entries.move_to_end(key)
+        return entry
