@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from wisp_core.contracts import Signature
 from wisp_core.engine.reports import (
     LayoutReport,
     MemoryReport,
     PagerReport,
     SchedulerReport,
-    SignatureReport,
     TakeReport,
 )
 from wisp_core.errors import WispError
@@ -46,7 +46,7 @@ class EngineControl(Protocol):
         """Counters and curves."""
         ...
 
-    async def signatures(self) -> list[SignatureReport]:
+    async def signatures(self) -> list[Signature]:
         """Tallies of the keys touched since the last call."""
         ...
 

@@ -33,4 +33,5 @@ def _packed_bytes(layer: Any) -> int:
     weight = getattr(layer, "weight", None)
     if weight is None or weight.numel():
         return 0
-    return int(layer.input_size_per_partition * layer.output_size_per_partition * weight.element_size())
+    # Whole sizes: paging refuses tensor parallelism.
+    return int(layer.input_size * layer.output_size * weight.element_size())

@@ -15,13 +15,14 @@ import psutil
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from wisp_core.contracts import MemoryLayout, ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
+from wisp_core.contracts import ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
 from wisp_core.engine.arguments import paged_engine_args
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.openai_app import openai_app, serve_args
-from wisp_core.engine.reports import LayoutReport, SignatureReport
+from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
+from wisp_core.engine.session_tally import EVERYONE
 from wisp_core.engine.telemetry import RateWindow, build_snapshot
 from wisp_core.engine.turn_meter import WINDOW_S
 from wisp_core.engine.vllm_control import AsyncControl
@@ -153,10 +154,9 @@ class WispEngine:
     async def signatures(self) -> list[Signature]:
         """Signatures of the keys that decoded since the last call; the replica's own carries its id as key."""
         live = self._alive()
-        layout = live.facts.layout
-        reports = await live.control.signatures()
         return [
-            _signature(report, self._request.replica_id, layout.num_layers, layout.num_experts) for report in reports
+            signature if signature.key != EVERYONE else signature.model_copy(update={"key": self._request.replica_id})
+            for signature in await live.control.signatures()
         ]
 
     async def resize(self, plan: SplitPlan) -> ResizeOutcome:
@@ -276,18 +276,6 @@ def _wait_gone(pids: list[int]) -> None:
         logger.warning("killing engine process %d: it did not exit within %g s", process.pid, _EXIT_GRACE_S)
         process.kill()
     psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)
-
-
-def _signature(report: SignatureReport, replica_id: str, layout: MemoryLayout) -> Signature:
-    return Signature(
-        key=report.key or replica_id,
-        num_layers=layout.num_layers,
-        num_experts=layout.num_experts,
-        weights=report.weights,
-        decode_tokens=report.decode_tokens,
-        lookups=report.lookups,
-        hits=report.hits,
-    )
 
 
 __all__ = ["AsgiApp", "OfflineEngine", "WispEngine"]

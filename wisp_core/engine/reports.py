@@ -55,13 +55,3 @@ class PagerReport(Value):
     decode_misses_by_cap: tuple[float, ...]
     prefill_misses_by_cap: tuple[float, ...]
     resident: tuple[tuple[int, ...], ...]
-
-
-class SignatureReport(Value):
-    """Tally of one key; ``weights`` as in `contracts.Signature`."""
-
-    key: str
-    weights: bytes
-    decode_tokens: int
-    lookups: int
-    hits: int

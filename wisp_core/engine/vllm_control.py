@@ -10,13 +10,13 @@ from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from wisp_core.contracts import Signature
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
 from wisp_core.engine.reports import (
     LayoutReport,
     MemoryReport,
     PagerReport,
     SchedulerReport,
-    SignatureReport,
     TakeReport,
 )
 from wisp_core.errors import EngineUnavailableError, IntegrityError
@@ -60,9 +60,9 @@ class VllmControl(ABC):
         """See `EngineControl`."""
         return PagerReport.model_validate(await self._worker("wisp_pager"))
 
-    async def signatures(self) -> list[SignatureReport]:
+    async def signatures(self) -> list[Signature]:
         """See `EngineControl`."""
-        return [SignatureReport.model_validate(report) for report in await self._worker("wisp_signatures")]
+        return [Signature.model_validate(report) for report in await self._worker("wisp_signatures")]
 
     async def configure(self, group_blocks: int) -> None:
         """See `EngineControl`."""

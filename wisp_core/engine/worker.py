@@ -182,7 +182,7 @@ class WispWorkerMixin:
         ).model_dump()
 
     def wisp_signatures(self) -> list[dict[str, Any]]:
-        """`SignatureReport` of each key touched since the last call."""
+        """`Signature` of each key touched since the last call."""
         return [report.model_dump() for report in self._wisp_tally.export_touched()]
 
     def wisp_check_integrity(self) -> None:
