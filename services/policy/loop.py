@@ -22,6 +22,8 @@ LEASE = "policy"
 MIN_LEASE_S = 2.0
 FAILED_RETRY_S = 30.0
 """A split whose resize failed is not asked for again before this."""
+PENDING_S = 60.0
+"""A plan that a replica neither handled nor is handling for this long was dropped; the next revision replaces it."""
 
 
 class Action(StrEnum):
@@ -178,8 +180,10 @@ class PolicyLoop:
 
 
 def _is_pending(snapshot: ReplicaSnapshot, plan: SplitPlan | None) -> bool:
-    """Whether this engine has a plan that it has not handled yet. It will: it re-reads plans until it has."""
-    return plan is not None and plan.incarnation == snapshot.incarnation and plan.revision > snapshot.plan_revision
+    """Whether this engine was given a plan that it has not handled yet."""
+    if plan is None or plan.incarnation != snapshot.incarnation or plan.revision <= snapshot.plan_revision:
+        return False
+    return time.time() - plan.at_s < PENDING_S
 
 
 def _failed_lately(decision: Decision, plan: SplitPlan | None, outcome: ResizeOutcome | None) -> bool:

@@ -1,29 +1,17 @@
-"""The policy service's OpenTelemetry instruments, with a Prometheus registry of their own."""
+"""The policy service's OpenTelemetry instruments, on a page of their own."""
 
 from __future__ import annotations
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
-from prometheus_client import CollectorRegistry, generate_latest
-
 from services.policy.process import Fault
-
-_SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+from services.telemetry import Telemetry
 
 
 class PolicyMetrics:
     """Counts decisions, plans and faults of one policy service."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
-        view = View(
-            instrument_name="wisp.policy.decide_duration",
-            aggregation=ExplicitBucketHistogramAggregation(_SECONDS_BOUNDS),
-        )
-        self._provider = MeterProvider(metric_readers=[reader], views=[view], shutdown_on_exit=False)
-        meter = self._provider.get_meter("wisp.policy")
+        self._telemetry = Telemetry()
+        meter = self._telemetry.meter("wisp.policy")
         self._faults = meter.create_counter("wisp.policy.faults", description="Decisions that a policy failed to give.")
         self._epochs = meter.create_counter("wisp.policy.decisions", description="Epochs of one replica, by action.")
         self._restarts = meter.create_counter("wisp.policy.restarts", description="Restarts of the policy's process.")
@@ -56,8 +44,8 @@ class PolicyMetrics:
 
     def scrape(self) -> str:
         """All series in Prometheus text format."""
-        return generate_latest(self._registry).decode()
+        return self._telemetry.scrape()
 
     def close(self) -> None:
         """Stop the provider."""
-        self._provider.shutdown()
+        self._telemetry.close()

@@ -96,6 +96,7 @@ class PolicyRunner:
         self._start_at_s = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         self._metrics.count_restart()
+        logger.info("Starting policy %s again; the next restart waits %.1f s", self._spec.name, self._backoff_s)
         try:
             self._process = PolicyProcess(self._spec)
         except ConfigurationError as error:

@@ -87,6 +87,22 @@ async def test_waits_while_a_plan_is_pending_or_being_applied(bench: Bench) -> N
     assert await bench.epoch(wants_experts(plan_revision=1, is_resizing=True)) == {"r1": Action.PENDING}
 
 
+async def test_a_plan_that_a_replica_dropped_is_replaced(bench: Bench) -> None:
+    dropped = SplitPlan(
+        at_s=time.time() - 61,
+        replica_id="r1",
+        incarnation="i1",
+        revision=3,
+        split=Split(cap=8, kv_blocks=39),
+        policy="mv_wsa",
+        reason="dropped",
+    )
+    await bench.store.write_plan(dropped)
+    await bench.epoch(wants_experts(plan_revision=2))
+    assert await bench.epoch(wants_experts(plan_revision=2)) == {"r1": Action.PLAN}
+    assert (await bench.plan()).revision == 4
+
+
 async def test_both_directions_within_four_epochs_each(bench: Bench) -> None:
     split, revision = Split(cap=4, kv_blocks=103), 0
     for phase, goal in [(wants_experts, 8), (wants_kv, 3), (wants_experts, 8)]:
