@@ -1,0 +1,64 @@
+"""Demand of turns: floor, peak and mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, Turn
+
+
+def turn(prompt: int, output: int = 0, limit: int = 100, held: int = 0) -> Turn:
+    return Turn(prompt_tokens=prompt, output_tokens=output, max_output_tokens=limit, held_blocks=held)
+
+
+def meter(max_model_len: int = 320) -> DemandMeter:
+    return DemandMeter(window_s=10.0, block_tokens=16, max_model_len=max_model_len)
+
+
+def test_nothing_known_means_all_that_a_turn_may_put_out() -> None:
+    assert OutputLengths().expect(turn(10, limit=100)) == 100
+
+
+def test_expected_output_is_learnt_and_stays_within_the_turn_s_limit() -> None:
+    lengths = OutputLengths()
+    for _ in range(50):
+        lengths.observe(40)
+    assert lengths.expect(turn(10, limit=100)) == 40
+    assert lengths.expect(turn(10, limit=20)) == 20
+    assert lengths.expect(turn(10, output=60, limit=100)) == 61
+
+
+def test_the_floor_is_the_longest_request_when_nothing_runs() -> None:
+    assert meter(max_model_len=321).floor_blocks(0, []) == 21
+
+
+def test_the_floor_counts_held_blocks_once_and_what_turns_still_need() -> None:
+    running = [turn(64, limit=16, held=3), turn(64, limit=16, held=4)]
+    # Both share blocks: 5 are in use in all, and they need 2 and 1 more to reach 5 each.
+    assert meter(max_model_len=96).floor_blocks(5, running) == 8
+
+
+def test_a_turn_never_needs_more_than_the_longest_request() -> None:
+    assert meter(max_model_len=64).full_blocks(turn(60, limit=1000)) == 4
+
+
+def test_the_peak_includes_waiting_turns_and_leaves_with_the_window() -> None:
+    demand = meter()
+    demand.observe(0.0, used_blocks=0, running=[], waiting=[turn(64, limit=16)] * 3)
+    demand.observe(1.0, used_blocks=0, running=[], waiting=[])
+    assert demand.peak_demand_blocks(5.0) == 15
+    assert demand.peak_demand_blocks(12.0) == 0
+
+
+def test_mean_turns_is_weighted_by_time() -> None:
+    demand = meter()
+    demand.observe(0.0, used_blocks=0, running=[turn(16)], waiting=[turn(16)])
+    demand.observe(2.5, used_blocks=0, running=[], waiting=[])
+    assert demand.mean_turns(9.9) == pytest.approx(5 / 9.9, rel=0.01)
+
+
+def test_a_long_silence_is_charged_with_the_state_that_held() -> None:
+    demand = meter()
+    demand.observe(0.0, used_blocks=0, running=[turn(64, limit=16)], waiting=[])
+    assert demand.mean_turns(1000.0) == pytest.approx(1.0)
+    assert demand.peak_demand_blocks(1000.0) == 5
