@@ -1,0 +1,186 @@
+"""The fields of OpenAI's API that a client may set. Everything else is refused, at every level.
+
+What vLLM takes beyond them (priority, cache salt, transfer parameters, chat template, ...) has no field here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_CHOICES = 8
+MAX_STOPS = 4
+MAX_PROMPTS = 32
+
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+LogitBias = Annotated[
+    dict[Annotated[str, StringConstraints(pattern=r"^\d{1,7}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=300),
+]
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+class Fields(BaseModel):
+    """Base of all: unknown fields refused, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TextPart(Fields):
+    """A part of a message; other types are media."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+
+
+class CalledFunction(Fields):
+    """The function of a tool call, arguments as the model wrote them."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call in an assistant's earlier message."""
+
+    id: Annotated[str, Field(max_length=128)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class InputMessage(Fields):
+    """From the system, the developer or the user."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+
+class AssistantMessage(Fields):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+
+
+class ToolMessage(Fields):
+    """The result of a tool call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Annotated[str, Field(max_length=128)]
+
+
+Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionSpec(Fields):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool; only functions."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedTool(Fields):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class PlainFormat(Fields):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaSpec(Fields):
+    """A JSON schema that the answer follows."""
+
+    name: FunctionName
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Fields):
+    """An answer that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: SchemaSpec
+
+
+class StreamOptions(Fields):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class CommonFields(Fields):
+    """Fields of both endpoints."""
+
+    model: Annotated[str, Field(max_length=512)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stop | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+
+
+class ChatFields(CommonFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
+
+
+class CompletionFields(CommonFields):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None

@@ -1,0 +1,99 @@
+"""What the ingress shows of the whole service: readiness, status, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from services.ingress.replicas import ReplicaHandle, broadcast
+from services.telemetry import Telemetry, merge_expositions
+from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.store.interface import Store
+
+STATUS_SESSIONS = 200
+STATUS_RECORDS = 20
+
+
+class Cluster:
+    """Read-only views over the store and the replicas."""
+
+    def __init__(
+        self,
+        store: Store,
+        replicas: ReplicaHandle,
+        policy: ReplicaHandle,
+        telemetry: Telemetry,
+        *,
+        num_replicas: int,
+        stale_after_s: float,
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._telemetry = telemetry
+        self._policy = policy
+        self._num_replicas = num_replicas
+        self._stale_after_s = stale_after_s
+
+    async def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether every replica's engine serves, and what each one says. Asks the replicas themselves."""
+        answers = await broadcast(self._replicas, "health")
+        healthy = [answer for answer in answers if answer["is_healthy"]]
+        details = {
+            "replicas": sorted(answers, key=lambda answer: str(answer["replica_id"])),
+            "healthy": len(healthy),
+            "expected": self._num_replicas,
+        }
+        return len(healthy) >= self._num_replicas and len(healthy) == len(answers), details
+
+    async def status(self) -> dict[str, Any]:
+        """Replicas with their outcomes and decisions, and the sessions that were active last.
+
+        Raises StoreUnavailableError.
+        """
+        snapshots = await self._store.list_snapshots()
+        replicas = await asyncio.gather(*(self._replica_status(snapshot) for snapshot in snapshots))
+        sessions = await self._store.list_sessions(STATUS_SESSIONS)
+        keys = [session.session_key for session in sessions]
+        placements = await self._store.read_placements(keys)
+        signatures = await self._store.read_signatures(keys)
+        rows = []
+        for session in sessions:
+            placement, signature = placements.get(session.session_key), signatures.get(session.session_key)
+            rows.append(
+                {
+                    **session.model_dump(mode="json"),
+                    "home": None if placement is None else placement.replica_id,
+                    "moves": 0 if placement is None else placement.version - 1,
+                    "placement_reason": None if placement is None else placement.reason,
+                    "expert_lookups": 0 if signature is None else signature.lookups,
+                    "expert_hits": 0 if signature is None else signature.hits,
+                }
+            )
+        return {"at_s": time.time(), "replicas": replicas, "sessions": rows}
+
+    async def _replica_status(self, snapshot: ReplicaSnapshot) -> dict[str, Any]:
+        plan, outcomes, decisions = await asyncio.gather(
+            self._store.read_plan(snapshot.replica_id),
+            self._store.list_outcomes(snapshot.replica_id, STATUS_RECORDS),
+            self._store.list_decisions(snapshot.replica_id, STATUS_RECORDS),
+        )
+        return {
+            "snapshot": snapshot.model_dump(
+                mode="json", exclude={"resident", "decode_misses_by_cap", "prefill_misses_by_cap"}
+            ),
+            "is_stale": snapshot.is_stale(time.time(), self._stale_after_s),
+            "plan": None if plan is None else plan.model_dump(mode="json"),
+            "outcomes": [outcome.model_dump(mode="json") for outcome in outcomes],
+            "decisions": [decision.model_dump(mode="json") for decision in decisions],
+        }
+
+    async def metrics(self) -> str:
+        """One Prometheus page of this ingress, the policy service and all replicas."""
+        replicas, policies = await asyncio.gather(
+            broadcast(self._replicas, "scrape"), broadcast(self._policy, "scrape")
+        )
+        pages = {"ingress": self._telemetry.scrape()}
+        pages.update({f"replica-{number}": page for number, page in enumerate(replicas)})
+        pages.update({f"policy-{number}": page for number, page in enumerate(policies)})
+        return merge_expositions(pages)

@@ -1,0 +1,65 @@
+"""Server-sent events of one streamed answer: usage read, counted, and taken out if the client did not ask for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one turn, as the engine counted them."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @classmethod
+    def of(cls, answer: object) -> Usage | None:
+        """The ``usage`` of a parsed answer or event, if it has one."""
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if not isinstance(usage, dict):
+            return None
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+            completion_tokens=int(usage.get("completion_tokens") or 0),
+        )
+
+
+class EventFilter:
+    """Passes the events of one stream through; pieces may cut events anywhere."""
+
+    def __init__(self, *, keeps_usage: bool) -> None:
+        """``keeps_usage``: whether the closing usage event goes to the client."""
+        self._keeps_usage = keeps_usage
+        self._rest = b""
+        self.usage: Usage | None = None
+        self.num_events = 0
+        self.has_error = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """The complete events of what came so far, as they go to the client."""
+        whole, separator, self._rest = (self._rest + piece).rpartition(b"\n\n")
+        if not separator:
+            return b""
+        return b"".join(event + b"\n\n" for event in whole.split(b"\n\n") if self._passes(event))
+
+    def rest(self) -> bytes:
+        """What came after the last complete event."""
+        return self._rest
+
+    def _passes(self, event: bytes) -> bool:
+        self.num_events += 1
+        if event.startswith(b'data: {"error"'):
+            self.has_error = True
+        # Looked into only where it can matter: text never holds this unescaped.
+        if b'"usage":' not in event:
+            return True
+        answer = json.loads(event.removeprefix(b"data: "))
+        usage = Usage.of(answer)
+        if usage is None:
+            return True
+        self.usage = usage
+        return self._keeps_usage or bool(answer.get("choices"))

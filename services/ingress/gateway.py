@@ -1,0 +1,256 @@
+"""One turn through the ingress: who, what, may it, where, and the answer. No HTTP framework and no Serve in here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.config import ServiceConfig
+from services.ingress import request_fields as fields_of
+from services.ingress.buffer import SlowClientError, buffered
+from services.ingress.errors import ApiError, from_engine, unavailable, unknown_model
+from services.ingress.events import EventFilter, Usage
+from services.ingress.limits import PromptEstimator, TurnLimiter
+from services.ingress.metrics import IngressMetrics
+from services.ingress.placement import Turn
+from services.ingress.replicas import LOST, Answer, ReplicaCall, ReplicaClient
+from services.ingress.request_fields import TurnFields
+from services.ingress.sessions import SALT_HEADER, SESSION_HEADER, Session, cache_salt, identify, new_turn_id
+from services.ingress.tenants import TenantDirectory
+from wisp_core.contracts import TenantSpec, TurnRecord
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store.interface import SessionStore
+
+logger = logging.getLogger(__name__)
+
+MAX_BUFFERED_BYTES = 4 << 20
+"""Bytes of one answer that may wait for a slow client."""
+DEFAULT_MAX_MODEL_LEN = 4096
+"""Where the configuration leaves the context length to the model: what a turn without a limit reserves at most."""
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer to the client: a whole body, or a stream of pieces."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | AsyncGenerator[bytes, None]
+
+
+class RunningTurn:
+    """One admitted turn, from admission to its record."""
+
+    def __init__(self, session: Session, turn_id: str, fields: TurnFields, prompt_tokens: int) -> None:
+        self.session = session
+        self.turn_id = turn_id
+        self.fields = fields
+        self.prompt_tokens = prompt_tokens
+        self.began_s = time.monotonic()
+        self.ttft_s: float | None = None
+        self.replica_id = ""
+        self.usage: Usage | None = None
+        self.num_events = 0
+        self.status = CLIENT_GONE
+
+    def mark_first_piece(self) -> None:
+        """The first piece of the answer is here."""
+        self.ttft_s = time.monotonic() - self.began_s
+
+    def used(self) -> Usage:
+        """Tokens used: as counted by the engine, else by what was seen."""
+        if self.usage is not None:
+            return self.usage
+        is_started = (self.ttft_s is not None and self.status < 400) or self.num_events > 0
+        return Usage(self.prompt_tokens if is_started else 0, 0, self.num_events)
+
+
+class Gateway:
+    """Everything that a turn needs, wired once per ingress process."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        *,
+        salt_secret: str,
+        tenants: TenantDirectory,
+        store: SessionStore,
+        limiter: TurnLimiter,
+        replicas: ReplicaClient,
+        metrics: IngressMetrics,
+    ) -> None:
+        self._config = config
+        self._salt_secret = salt_secret
+        self._tenants = tenants
+        self._store = store
+        self._limiter = limiter
+        self._replicas = replicas
+        self._metrics = metrics
+        self._estimator = PromptEstimator()
+        self._background: set[asyncio.Task[None]] = set()
+        self._max_model_len = int(config.replica.engine.get("max_model_len") or DEFAULT_MAX_MODEL_LEN)
+
+    @property
+    def model(self) -> str:
+        """The name of the model served."""
+        return self._config.model.name
+
+    async def authenticate(self, headers: Mapping[str, str]) -> TenantSpec:
+        """The tenant of a request. Raises ApiError (401)."""
+        return await self._tenants.authenticate(headers.get("authorization"))
+
+    async def turn(self, path: str, headers: Mapping[str, str], raw: bytes, tenant: TenantSpec) -> Reply:
+        """Answer one chat completion or completion. Raises ApiError."""
+        fields = fields_of.parse(path, raw)
+        if fields.model != self.model:
+            raise unknown_model(fields.model)
+        session = identify(tenant.tenant_id, fields.user, headers.get(SESSION_HEADER))
+        salt = cache_salt(self._salt_secret, tenant.tenant_id, headers.get(SALT_HEADER))
+        running = await self._admit(tenant, session, fields)
+        try:
+            reply = await self._answer(path, running, salt)
+        except ApiError as error:
+            running.status = error.status
+            self._finish(running)
+            raise
+        except BaseException:
+            self._finish(running)
+            raise
+        return Reply(
+            reply.status,
+            {**reply.headers, SESSION_HEADER: session.session_id, "x-request-id": running.turn_id},
+            reply.body,
+        )
+
+    async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
+        prompt_tokens = self._estimator.tokens(fields)
+        turn_id = new_turn_id(tenant.tenant_id)
+        try:
+            await self._limiter.admit(tenant, turn_id, self._reserve(tenant, fields, prompt_tokens))
+        except ApiError as error:
+            self._metrics.count_refusal(tenant.tenant_id, error.status)
+            raise
+        self._metrics.begin_turn()
+        return RunningTurn(session, turn_id, fields, prompt_tokens)
+
+    def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
+        """Tokens that a turn may use: its prompt and ``n`` answers of the length it asks for."""
+        longest = max(1, self._max_model_len - prompt_tokens)
+        if fields.max_tokens is not None:
+            # The engine refuses what exceeds the context; such a turn costs nothing.
+            return prompt_tokens + fields.num_choices * min(fields.max_tokens, self._max_model_len)
+        # Without a length a turn may go on to the end of the context, but must not be refused only for that.
+        return max(prompt_tokens + 1, min(prompt_tokens + fields.num_choices * longest, tenant.tokens_per_minute))
+
+    def _call(self, path: str, running: RunningTurn, salt: str) -> ReplicaCall:
+        fields, session = running.fields, running.session
+        return ReplicaCall(
+            path=path,
+            body=json.dumps({**fields.body, "cache_salt": salt}, ensure_ascii=False).encode(),
+            headers={"content-type": "application/json", "x-request-id": running.turn_id},
+            turn=Turn(
+                turn_id=running.turn_id,
+                session_key=session.session_key,
+                user_key=session.user_key,
+                tenant=session.tenant_id,
+                prompt_tokens_estimate=running.prompt_tokens,
+                max_tokens=fields.max_tokens or 0,
+            ),
+        )
+
+    async def _answer(self, path: str, running: RunningTurn, salt: str) -> Reply:
+        call = self._call(path, running, salt)
+        if not running.fields.is_stream:
+            answer, body = await self._replicas.collect(call)
+            return self._whole(running, answer, body)
+        answer = await self._replicas.open(call)
+        self._note_start(running, answer)
+        if answer.status == 200:
+            return Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, self._stream(running, answer))
+        try:
+            body = b"".join([piece async for piece in answer.pieces()])
+        finally:
+            answer.stream.cancel()
+        raise from_engine(answer.status, body)
+
+    def _note_start(self, running: RunningTurn, answer: Answer) -> None:
+        running.replica_id = answer.replica_id
+        running.status = answer.status
+        running.mark_first_piece()
+        if answer.attempts > 1:
+            self._metrics.count_retries(answer.attempts - 1)
+
+    def _whole(self, running: RunningTurn, answer: Answer, body: bytes) -> Reply:
+        self._note_start(running, answer)
+        if answer.status >= 400:
+            raise from_engine(answer.status, body)
+        running.usage = Usage.of(json.loads(body))
+        self._finish(running)
+        return Reply(answer.status, {"content-type": "application/json"}, body)
+
+    async def _stream(self, running: RunningTurn, answer: Answer) -> AsyncGenerator[bytes, None]:
+        events = EventFilter(keeps_usage=running.fields.wants_usage)
+        running.status = CLIENT_GONE
+        try:
+            async with contextlib.aclosing(buffered(answer.pieces(), MAX_BUFFERED_BYTES)) as pieces:
+                async for piece in pieces:
+                    if complete := events.feed(piece):
+                        yield complete
+            running.status = 500 if events.has_error else 200
+            if rest := events.rest():
+                yield rest
+        except LOST:
+            running.status = 502
+            self._metrics.count_broken("replica_lost")
+            yield unavailable("The server was lost while answering. The answer is incomplete.").event()
+        except SlowClientError:
+            self._metrics.count_broken("slow_client")
+            yield ApiError(408, "The answer was not read fast enough and was ended.", code="slow_client").event()
+        finally:
+            answer.stream.cancel()
+            running.usage, running.num_events = events.usage, events.num_events
+            self._finish(running)
+
+    def _finish(self, running: RunningTurn) -> None:
+        """Account for a turn, whatever became of it; does not wait, since its task may be cancelled already."""
+        usage = running.used()
+        duration_s = time.monotonic() - running.began_s
+        if running.usage is not None:
+            self._estimator.learn(running.fields, running.usage.prompt_tokens)
+        self._metrics.end_turn(running.session.tenant_id, running.status, running.ttft_s, duration_s, usage)
+        self._spawn(self._limiter.settle(running.turn_id, usage.prompt_tokens + usage.completion_tokens))
+        self._spawn(
+            self._record(
+                TurnRecord(
+                    session_key=running.session.session_key,
+                    replica_id=running.replica_id,
+                    is_failed=running.status >= 500,
+                    ttft_s=running.ttft_s,
+                    duration_s=duration_s,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=usage.cached_tokens,
+                    completion_tokens=usage.completion_tokens,
+                )
+            )
+        )
+
+    async def _record(self, turn: TurnRecord) -> None:
+        with contextlib.suppress(StoreUnavailableError):
+            await self._store.record_turn(turn)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def drain(self) -> None:
+        """Wait until every finished turn is accounted for."""
+        while self._background:
+            await asyncio.wait(self._background)

@@ -1,0 +1,184 @@
+"""HTTP of the ingress: routes, bounded bodies and headers, errors as OpenAI's, streams that end with their client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.config import HttpSettings
+from services.ingress.cluster import Cluster
+from services.ingress.errors import ApiError, invalid_key, unavailable, unknown_model
+from services.ingress.gateway import Gateway, Reply
+from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
+from wisp_core.errors import StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 60.0
+"""A client that takes no byte for this long is cut off."""
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+class TurnStream(StreamingResponse):
+    """A stream whose generator is closed as soon as its client has gone or takes nothing any more."""
+
+    def __init__(self, reply: Reply, pieces: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(pieces, status_code=reply.status, headers={**reply.headers, "cache-control": "no-cache"})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.info("a client that took nothing for %.0f s was cut off", SEND_TIMEOUT_S)
+        finally:
+            await self._pieces.aclose()
+
+
+class HeaderLimit:
+    """ASGI middleware: 431 for requests whose headers are too large."""
+
+    def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is small enough."""
+        if scope["type"] == "http":
+            num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+            if num_bytes + len(scope["path"]) + len(scope["query_string"]) > self._max_header_bytes:
+                error = ApiError(431, "The request's headers are too large.", code="headers_too_large")
+                await _error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, never more than ``max_bytes`` of it in memory. Raises ApiError (413)."""
+    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def build_app(gateway: Gateway, cluster: Cluster, http: HttpSettings, admin_key: str) -> FastAPI:
+    """The public HTTP interface."""
+    app = FastAPI(title="WiSP", docs_url=None, redoc_url=None)
+    app.add_middleware(HeaderLimit, max_header_bytes=http.max_header_bytes)
+    _add_error_handlers(app)
+    _add_openai_routes(app, gateway, http)
+    _add_operator_routes(app, cluster, http, hashlib.sha256(admin_key.encode()).digest())
+    return app
+
+
+def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> None:
+    created = int(time.time())
+    card = {"id": gateway.model, "object": "model", "created": created, "owned_by": "wisp"}
+
+    async def turn(request: Request) -> Response:
+        """One turn."""
+        tenant = await gateway.authenticate(request.headers)
+        body = await read_body(request, http.max_body_bytes)
+        reply = await gateway.turn(request.url.path, request.headers, body, tenant)
+        if isinstance(reply.body, bytes):
+            return Response(reply.body, reply.status, reply.headers)
+        return TurnStream(reply, reply.body)
+
+    for path in (CHAT_PATH, COMPLETIONS_PATH):
+        app.add_api_route(path, turn, methods=["POST"])
+
+    @app.get("/v1/models")
+    async def list_models(request: Request) -> dict[str, object]:
+        """The models served: one."""
+        await gateway.authenticate(request.headers)
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(request: Request, name: str) -> dict[str, object]:
+        """One model."""
+        await gateway.authenticate(request.headers)
+        if name != gateway.model:
+            raise unknown_model(name)
+        return card
+
+
+def _add_operator_routes(app: FastAPI, cluster: Cluster, http: HttpSettings, admin_sha256: bytes) -> None:
+    def check_admin(request: Request) -> None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, admin_sha256):
+            raise invalid_key()
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """This process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """Every engine serves."""
+        is_ready, details = await cluster.readiness()
+        return JSONResponse({"ready": is_ready, **details}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """All processes' metrics; with the admin key where the service is not on loopback only."""
+        if http.host not in LOOPBACK:
+            check_admin(request)
+        return PlainTextResponse(await cluster.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/wisp/status")
+    async def status(request: Request) -> Response:
+        """Replicas, splits, sessions and decisions."""
+        check_admin(request)
+        try:
+            return JSONResponse(await cluster.status())
+        except StoreUnavailableError as error:
+            raise unavailable("The store does not answer.") from error
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, {**error.headers, "content-type": "application/json"})
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"Invalid URL ({request.method} {request.url.path[:256]})"
+        answer = ApiError(error.status_code, message, headers=error.headers)
+        return _error_response(answer)
+
+    async def on_any_error(_: Request, error: Exception) -> Response:
+        # The server logs it by itself; the client learns nothing of the inside.
+        return _error_response(
+            ApiError(500, "The server had an error while processing your request.", kind="server_error")
+        )
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_any_error)

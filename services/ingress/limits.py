@@ -1,0 +1,90 @@
+"""A tenant's limits: taken before a turn, settled after it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from services.ingress.errors import rate_limited
+from services.ingress.request_fields import TurnFields
+from wisp_core.contracts import TenantSpec
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store.interface import Limit, TenantStore, TurnRequest
+from wisp_core.store.memory_store import MemoryStore
+
+LEASE_S = 60.0
+"""A running turn counts for this long after its ingress was last heard of."""
+RENEW_S = 20.0
+
+
+class PromptEstimator:
+    """How many tokens a prompt has, before it is tokenized: learned from what the engine counted."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token = 3.0
+
+    def tokens(self, fields: TurnFields) -> int:
+        """Prompt tokens of a request; exact for token ids."""
+        return fields.token_ids + math.ceil(fields.text_bytes / self._bytes_per_token)
+
+    def learn(self, fields: TurnFields, prompt_tokens: int) -> None:
+        """The engine counted ``prompt_tokens`` for this request."""
+        counted = prompt_tokens - fields.token_ids
+        if counted > 0 and fields.text_bytes > 0:
+            self._bytes_per_token += 0.05 * (fields.text_bytes / counted - self._bytes_per_token)
+
+
+class TurnLimiter:
+    """Admits turns by the store's word; while it is away, by this process's own count."""
+
+    def __init__(self, store: TenantStore) -> None:
+        self._store = store
+        self._fallback = MemoryStore()
+        self._running: dict[str, tuple[TurnRequest, TenantStore]] = {}
+
+    async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int) -> None:
+        """Take one request, ``tokens`` and one running turn. Raises ApiError (429)."""
+        request = TurnRequest(
+            tenant_id=tenant.tenant_id,
+            turn_id=turn_id,
+            tokens=tokens,
+            requests_per_minute=tenant.requests_per_minute,
+            tokens_per_minute=tenant.tokens_per_minute,
+            max_concurrent_turns=tenant.max_concurrent_turns,
+            lease_s=LEASE_S,
+        )
+        store: TenantStore = self._store
+        try:
+            admission = await store.admit(request, time.time())
+        except StoreUnavailableError:
+            store = self._fallback
+            admission = await store.admit(request, time.time())
+        if admission.allowed:
+            self._running[turn_id] = (request, store)
+            return
+        limits = {
+            Limit.REQUESTS: (tenant.requests_per_minute, 1),
+            Limit.TOKENS: (tenant.tokens_per_minute, tokens),
+            Limit.TURNS: (tenant.max_concurrent_turns, 1),
+        }
+        assert admission.which is not None
+        raise rate_limited(admission, *limits[admission.which])
+
+    async def settle(self, turn_id: str, used_tokens: int) -> None:
+        """End a turn that was admitted; its lease ends by itself if the store is away."""
+        request, store = self._running.pop(turn_id)
+        try:
+            await store.settle(request, used_tokens, time.time())
+        except StoreUnavailableError:
+            return
+
+    async def renew_forever(self) -> None:
+        """Keep the turns of this process counted as running."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            for request, store in list(self._running.values()):
+                try:
+                    await store.renew_turn(request.tenant_id, request.turn_id, LEASE_S, time.time())
+                except StoreUnavailableError:
+                    break

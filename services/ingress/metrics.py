@@ -1,0 +1,53 @@
+"""The ingress's OpenTelemetry instruments."""
+
+from __future__ import annotations
+
+from services.ingress.events import Usage
+from services.telemetry import Telemetry
+
+
+class IngressMetrics:
+    """Counts turns by tenant and status; nothing here carries a key, a prompt, a user or a session."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        meter = telemetry.meter("wisp.ingress")
+        self._turns = meter.create_counter("wisp.ingress.turns", description="Turns answered, by tenant and status.")
+        self._ttft = meter.create_histogram(
+            "wisp.ingress.ttft", unit="s", description="Time from a turn's arrival to the first piece of its answer."
+        )
+        self._duration = meter.create_histogram("wisp.ingress.turn_duration", unit="s", description="Time of a turn.")
+        self._tokens = meter.create_counter("wisp.ingress.tokens", description="Tokens, by tenant and kind.")
+        self._retries = meter.create_counter("wisp.ingress.retries", description="Attempts beyond a turn's first.")
+        self._broken = meter.create_counter("wisp.ingress.broken_streams", description="Streams that ended early.")
+        self._running = meter.create_up_down_counter("wisp.ingress.running_turns", description="Turns running now.")
+
+    def begin_turn(self) -> None:
+        """A turn was admitted."""
+        self._running.add(1)
+
+    def end_turn(self, tenant_id: str, status: int, ttft_s: float | None, duration_s: float, usage: Usage) -> None:
+        """An admitted turn has ended; ``status`` 499 is a client that has gone."""
+        self._running.add(-1)
+        self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
+        self._duration.record(duration_s, {"tenant": tenant_id})
+        if ttft_s is not None:
+            self._ttft.record(ttft_s, {"tenant": tenant_id})
+        kinds = (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("completion", usage.completion_tokens),
+        )
+        for kind, tokens in kinds:
+            self._tokens.add(tokens, {"tenant": tenant_id, "kind": kind})
+
+    def count_refusal(self, tenant_id: str, status: int) -> None:
+        """A turn was not admitted."""
+        self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
+
+    def count_retries(self, retries: int) -> None:
+        """A turn needed more than one attempt."""
+        self._retries.add(retries)
+
+    def count_broken(self, reason: str) -> None:
+        """A stream that had begun could not be finished."""
+        self._broken.add(1, {"reason": reason})

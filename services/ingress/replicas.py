@@ -1,0 +1,155 @@
+"""Calling a replica by handle: the answer's head and pieces, again elsewhere while nothing has been sent.
+
+The other side is ``http(*, path, body, headers, method, session_key, ...)`` of the replica deployment, an async
+generator: first ``{"status": int, "headers": {...}, "replica_id": str}``, then bytes. It raises
+EngineUnavailableError when its engine is gone. The keyword arguments of ``services.ingress.placement.Turn`` are for
+the router, which reads them in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError
+
+from services.ingress.errors import unavailable
+from services.ingress.placement import Turn
+from wisp_core.errors import EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+RETRY_PAUSE_S = 0.05
+
+LOST = (RayActorError, EngineUnavailableError)
+"""The replica, or its engine, is gone."""
+
+
+class ReplicaStream(Protocol):
+    """What a streaming call by handle gives."""
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """The items."""
+        ...
+
+    def __anext__(self) -> Awaitable[Any]:
+        """The next item."""
+        ...
+
+    def cancel(self) -> None:
+        """Cancel the call on the replica; dropping the stream does not."""
+        ...
+
+
+class ReplicaHandle(Protocol):
+    """The part of Serve's DeploymentHandle that the ingress uses."""
+
+    def options(self, *, stream: bool, session_id: str) -> Any:
+        """A handle with these options."""
+        ...
+
+    def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on every replica."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCall:
+    """One turn on its way to a replica."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    turn: Turn
+
+
+@dataclass
+class Answer:
+    """An answer that has begun: its first piece is here."""
+
+    status: int
+    headers: dict[str, str]
+    replica_id: str
+    stream: ReplicaStream
+    first: bytes
+    attempts: int = field(default=1)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises one of ``LOST`` when the replica is lost on the way."""
+        if self.first:
+            yield self.first
+        async for piece in self.stream:
+            yield piece
+
+
+class ReplicaClient:
+    """Calls replicas; the router behind the handle chooses which."""
+
+    def __init__(self, handle: ReplicaHandle) -> None:
+        self._handle = handle
+
+    async def open(self, call: ReplicaCall) -> Answer:
+        """Send ``call`` and wait for the first piece of the answer.
+
+        A replica that is lost before that costs nothing but time: the call goes to another one. Raises ApiError
+        (503) when none answers.
+        """
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                answer = await self._try(call)
+            except LOST as error:
+                logger.warning("attempt %d of a turn failed before its first byte: %s", attempt, type(error).__name__)
+            except BackPressureError as error:
+                raise unavailable("All replicas are busy. Please retry.") from error
+            else:
+                answer.attempts = attempt
+                return answer
+            await asyncio.sleep(RETRY_PAUSE_S * attempt)
+        raise unavailable("No replica could answer. Please retry.", retry_after_s=2.0)
+
+    async def collect(self, call: ReplicaCall) -> tuple[Answer, bytes]:
+        """Send ``call`` and wait for the whole answer; a replica lost at any point before its end is replaced."""
+        for _ in range(MAX_ATTEMPTS):
+            answer = await self.open(call)
+            try:
+                return answer, b"".join([piece async for piece in answer.pieces()])
+            except LOST as error:
+                logger.warning("a turn was lost before its end and is repeated: %s", type(error).__name__)
+            finally:
+                answer.stream.cancel()
+        raise unavailable("No replica could answer. Please retry.", retry_after_s=2.0)
+
+    async def _try(self, call: ReplicaCall) -> Answer:
+        turn = call.turn
+        handle = self._handle.options(stream=True, session_id=turn.session_key)
+        stream: ReplicaStream = handle.http.remote(
+            path=call.path,
+            body=call.body,
+            headers=call.headers,
+            **turn.model_dump(exclude_defaults=True),
+        )
+        is_open = False
+        try:
+            head: dict[str, Any] = await anext(stream)  # type: ignore[call-overload]
+            if head["status"] == 503:
+                raise EngineUnavailableError("the engine is full")
+            first: bytes = await anext(stream, b"")  # type: ignore[call-overload]
+            is_open = True
+        finally:
+            if not is_open:
+                stream.cancel()
+        return Answer(head["status"], head["headers"], head.get("replica_id", ""), stream, first)
+
+
+async def broadcast(handle: ReplicaHandle, method_name: str, timeout_s: float = 2.0) -> list[Any]:
+    """What every replica of a deployment answers to a method; those that fail are left out, all if one is late."""
+    try:
+        results = await handle.broadcast(method_name).results_async(timeout_s=timeout_s, return_exceptions=True)
+    except (RayError, TimeoutError):
+        return []
+    return [result for result in results if not isinstance(result, BaseException)]

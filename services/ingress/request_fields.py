@@ -1,0 +1,167 @@
+"""From a client's body to the body that vLLM gets: parsed strictly, allow-listed, written anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from services.ingress.chat_fields import ChatFields, CommonFields, CompletionFields
+from services.ingress.errors import bad_request
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of the completions endpoint."""
+
+_FIELDS: dict[str, type[CommonFields]] = {CHAT_PATH: ChatFields, COMPLETIONS_PATH: CompletionFields}
+_DROPPED = {"metadata"}
+"""Taken for compatibility; nothing here uses them."""
+_ECHOED = {"reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call"}
+"""What an assistant's message carries besides its content; clients send whole messages back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnFields:
+    """A valid request."""
+
+    body: dict[str, Any]
+    model: str
+    user: str
+    is_stream: bool
+    wants_usage: bool
+    num_choices: int
+    """Answers to generate: ``n`` times the number of prompts."""
+    max_tokens: int | None
+    """Per answer; None: up to the context length."""
+    text_bytes: int
+    token_ids: int
+
+
+def parse(path: str, raw: bytes) -> TurnFields:
+    """Validate the body of a request to ``path``. Raises ApiError (400) that names the first bad field."""
+    body = _load(raw)
+    allowed = _FIELDS[path].model_fields
+    for name in body:
+        if name not in allowed:
+            raise bad_request(f"Unknown parameter: '{name[:64]}'.", param=name[:64], code="unknown_parameter")
+    body = {name: value for name, value in body.items() if value is not None}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [_clean_message(index, message) for index, message in enumerate(body["messages"])]
+    try:
+        fields = _FIELDS[path].model_validate(body)
+    except ValidationError as error:
+        _refuse(error)
+    return _turn_fields(fields)
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw, parse_constant=_no_constant)
+        # A lone surrogate parses, but is no text: encoding finds it.
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise bad_request("The body is not valid JSON in UTF-8.") from error
+    if not isinstance(body, dict):
+        raise bad_request("The body must be a JSON object.")
+    return body
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _clean_message(index: int, message: Any) -> Any:
+    """Drop nulls and what assistants echo; refuse media by name."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise bad_request(
+                f"Content of type '{kind[:32]}' is not supported: this model takes text only.",
+                param=f"messages[{index}].content",
+                code="unsupported_content",
+            )
+    is_assistant = message.get("role") == "assistant"
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (is_assistant and (name in _ECHOED or (name == "tool_calls" and value == [])))
+    }
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _param(first["loc"])
+    if first["type"] == "missing":
+        raise bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        raise bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    raise bad_request(f"Invalid value for '{param}': {first['msg']}.", param=param, code="invalid_value")
+
+
+_BRANCHES = {"system", "developer", "user", "assistant", "tool", "text", "json_object", "json_schema"}
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """``messages[0].content``; the names that pydantic gives to branches of a union are left out."""
+    name = ""
+    for position, part in enumerate(location):
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif position == 0:
+            name = part[:64]
+        elif isinstance(location[position - 1], int) and part in _BRANCHES:
+            continue
+        elif not part.isidentifier() or part in {"str", "list", "int"} or not part.islower():
+            break
+        else:
+            name += f".{part[:64]}"
+    return name
+
+
+def _turn_fields(fields: CommonFields) -> TurnFields:
+    body = fields.model_dump(mode="json", exclude_unset=True, exclude_none=True, by_alias=True, exclude=_DROPPED)
+    wants_usage = fields.stream_options is not None and fields.stream_options.include_usage
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+    if fields.stream:
+        # Always asked of the engine: quotas and metrics need it; taken out again if the client did not ask.
+        body["stream_options"] = {"include_usage": True}
+    text_bytes, token_ids, num_prompts = _prompt_size(fields, body)
+    max_tokens = fields.max_tokens
+    if isinstance(fields, ChatFields):
+        max_tokens = fields.max_completion_tokens or max_tokens
+    elif max_tokens is None:
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    return TurnFields(
+        body=body,
+        model=fields.model,
+        user=fields.user or "",
+        is_stream=fields.stream,
+        wants_usage=wants_usage,
+        num_choices=fields.n * num_prompts,
+        max_tokens=max_tokens,
+        text_bytes=text_bytes,
+        token_ids=token_ids,
+    )
+
+
+def _prompt_size(fields: CommonFields, body: dict[str, Any]) -> tuple[int, int, int]:
+    """UTF-8 bytes of text, token ids, and the number of prompts."""
+    if isinstance(fields, ChatFields):
+        texts = json.dumps([body["messages"], body.get("tools", [])], ensure_ascii=False)
+        return len(texts.encode()), 0, 1
+    assert isinstance(fields, CompletionFields)
+    prompt = fields.prompt
+    if isinstance(prompt, str):
+        return len(prompt.encode()), 0, 1
+    if isinstance(prompt[0], int):
+        return 0, len(prompt), 1
+    text_bytes = sum(len(part.encode()) for part in prompt if isinstance(part, str))
+    return text_bytes, sum(len(part) for part in prompt if isinstance(part, list)), len(prompt)

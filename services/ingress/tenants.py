@@ -1,0 +1,95 @@
+"""API keys: from a key to its tenant, by SHA-256 only, from a cache of bounded age."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from services.ingress.errors import invalid_key, unavailable
+from wisp_core.contracts import TenantSpec
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store.interface import TenantStore
+
+logger = logging.getLogger(__name__)
+
+
+def bearer_sha256(authorization: str | None) -> str:
+    """SHA-256 of the key in an Authorization header. Raises ApiError (401) when there is none."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise invalid_key()
+    return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class TenantDirectory:
+    """All tenants in memory, re-read from the store.
+
+    Declared tenants are written to the store at the first contact and again if it has lost them. When the store is
+    away, the last list serves for ``max_age_s``; declared tenants serve from the start.
+    """
+
+    def __init__(
+        self, store: TenantStore, declared: Sequence[TenantSpec], *, refresh_s: float = 5.0, max_age_s: float = 600.0
+    ) -> None:
+        self._store = store
+        self._declared = {tenant.tenant_id: tenant for tenant in declared}
+        self._refresh_s = refresh_s
+        self._max_age_s = max_age_s
+        self._is_declared = False
+        self._read_at_s = time.monotonic()
+        self._by_key: dict[str, TenantSpec] = {}
+        self._lock = asyncio.Lock()
+        self._index(self._declared.values())
+
+    def _index(self, tenants: Iterable[TenantSpec]) -> None:
+        self._by_key = {key: tenant for tenant in tenants for key in tenant.key_sha256}
+
+    async def authenticate(self, authorization: str | None) -> TenantSpec:
+        """The tenant of an Authorization header. Raises ApiError: 401, or 503 when the list is too old."""
+        key_sha256 = bearer_sha256(authorization)
+        tenant = self._find(key_sha256)
+        if tenant is None and time.monotonic() - self._read_at_s > 1.0:
+            # Perhaps a new key: look once, at most once a second.
+            await self.refresh(unless_younger_than_s=1.0)
+            tenant = self._find(key_sha256)
+        if tenant is None:
+            raise invalid_key()
+        if time.monotonic() - self._read_at_s > self._max_age_s:
+            raise unavailable("Keys cannot be verified at the moment.")
+        return tenant
+
+    def _find(self, key_sha256: str) -> TenantSpec | None:
+        tenant = self._by_key.get(key_sha256)
+        if tenant is None or not any(hmac.compare_digest(key_sha256, known) for known in tenant.key_sha256):
+            return None
+        return tenant
+
+    async def refresh(self, *, unless_younger_than_s: float = 0.0) -> None:
+        """Re-read the store; an outage leaves everything as it was."""
+        async with self._lock:
+            if time.monotonic() - self._read_at_s < unless_younger_than_s:
+                return
+            try:
+                tenants = {tenant.tenant_id: tenant for tenant in await self._store.list_tenants()}
+                for tenant_id, tenant in self._declared.items():
+                    if not self._is_declared or tenant_id not in tenants:
+                        await self._store.write_tenant(tenant)
+                        tenants[tenant_id] = tenant
+            except StoreUnavailableError:
+                return
+            self._is_declared = True
+            self._read_at_s = time.monotonic()
+            self._index(tenants.values())
+
+    async def refresh_forever(self) -> None:
+        """Refresh each ``refresh_s``."""
+        while True:
+            try:
+                await self.refresh()
+            except Exception:  # the task must outlive one bad value
+                logger.exception("refresh of tenants failed")
+            await asyncio.sleep(self._refresh_s)
