@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,24 +22,26 @@ from services.telemetry import Telemetry
 from wisp_core.contracts import TenantSpec
 from wisp_core.store.redis_store import RedisStore
 
+POLICY_DEPLOYMENT = "PolicyService"
+
 
 @serve.ingress()
 class Ingress:
     """One ingress process. Everything shared between several of them is in Redis."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: dict[str, Any],
-        replicas: DeploymentHandle,
-        policy: DeploymentHandle,
-        *,
         redis_url: str,
+        replicas: DeploymentHandle,
+        *,
+        policy_app: str,
         redis_password: str | None,
         admin_key: str,
         cache_salt_key: str,
         tenants: list[dict[str, Any]],
     ) -> None:
-        """``config`` is a ServiceConfig as JSON, ``tenants`` are TenantSpecs as JSON. Raises ConfigurationError."""
+        """``config`` is a ServiceConfig as JSON, ``tenants`` are TenantSpecs as JSON, for the rest see build_ingress."""
         service = ServiceConfig.model_validate(config)
         self._telemetry = Telemetry()
         # Made here, in the event loop that uses it.
@@ -57,7 +60,7 @@ class Ingress:
         cluster = Cluster(
             self._store,
             replicas,
-            policy,
+            partial(serve.get_deployment_handle, POLICY_DEPLOYMENT, policy_app),
             self._telemetry,
             num_replicas=service.replica.count,
             stale_after_s=service.redis.stale_after_s,
@@ -94,16 +97,27 @@ class Ingress:
 
 def build_ingress(
     config: ServiceConfig,
-    replicas: serve.Application,
-    policy: serve.Application,
-    *,
     redis_url: str,
+    replicas: serve.Application,
+    *,
+    policy_app: str,
     redis_password: str | None,
     admin_key: str,
     cache_salt_key: str,
     tenants: list[TenantSpec],
 ) -> serve.Application:
-    """The deployment for ``config``: the application's root."""
+    """The deployment for ``config``: the application's root.
+
+    Args:
+        config: The service.
+        redis_url: Where the store is, without a password.
+        replicas: The replica deployment, with ``WispRouter`` as its router.
+        policy_app: Name of the policy service's application, whose metrics are shown; it may come and go.
+        redis_password: Overrides the URL's.
+        admin_key: Opens ``/wisp/status``.
+        cache_salt_key: Secret behind the salts of the prefix cache; the same in every ingress.
+        tenants: Written to the store at start, and again whenever it has lost them.
+    """
     deployment = serve.deployment(
         Ingress,
         name="Ingress",
@@ -115,9 +129,9 @@ def build_ingress(
     )
     return deployment.bind(
         config.model_dump(mode="json"),
+        redis_url,
         replicas,
-        policy,
-        redis_url=redis_url,
+        policy_app=policy_app,
         redis_password=redis_password,
         admin_key=admin_key,
         cache_salt_key=cache_salt_key,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
+
+from ray.serve.exceptions import RayServeException
 
 from services.ingress.replicas import ReplicaHandle, broadcast
 from services.telemetry import Telemetry, merge_expositions
@@ -22,7 +25,7 @@ class Cluster:
         self,
         store: Store,
         replicas: ReplicaHandle,
-        policy: ReplicaHandle,
+        find_policy: Callable[[], ReplicaHandle],
         telemetry: Telemetry,
         *,
         num_replicas: int,
@@ -31,7 +34,7 @@ class Cluster:
         self._store = store
         self._replicas = replicas
         self._telemetry = telemetry
-        self._policy = policy
+        self._find_policy = find_policy
         self._num_replicas = num_replicas
         self._stale_after_s = stale_after_s
 
@@ -87,6 +90,13 @@ class Cluster:
             "outcomes": [outcome.model_dump(mode="json") for outcome in outcomes],
             "decisions": [decision.model_dump(mode="json") for decision in decisions],
         }
+
+    async def _scrape_policy(self) -> list[str]:
+        try:
+            handle = self._find_policy()
+        except RayServeException:  # It is being changed, or was stopped: serving does not depend on it.
+            return []
+        return await broadcast(handle, "scrape")
 
     async def metrics(self) -> str:
         """One Prometheus page of this ingress, the policy service and all replicas."""

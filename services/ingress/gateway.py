@@ -173,7 +173,9 @@ class Gateway:
         answer = await self._replicas.open(call)
         self._note_start(running, answer)
         if answer.status == 200:
-            return Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, self._stream(running, answer))
+            stream = self._stream(running, answer)
+            await anext(stream)  # Only a generator that has begun runs its ending when it is closed.
+            return Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, stream)
         try:
             body = b"".join([piece async for piece in answer.pieces()])
         finally:
@@ -199,6 +201,7 @@ class Gateway:
         events = EventFilter(keeps_usage=running.fields.wants_usage)
         running.status = CLIENT_GONE
         try:
+            yield b""
             async with contextlib.aclosing(buffered(answer.pieces(), MAX_BUFFERED_BYTES)) as pieces:
                 async for piece in pieces:
                     if complete := events.feed(piece):

@@ -135,10 +135,10 @@ class ReplicaClient:
         )
         is_open = False
         try:
-            head: dict[str, Any] = await anext(stream)  # type: ignore[call-overload]
+            head: dict[str, Any] = await anext(stream)
             if head["status"] == 503:
                 raise EngineUnavailableError("the engine is full")
-            first: bytes = await anext(stream, b"")  # type: ignore[call-overload]
+            first: bytes = await anext(stream, b"")
             is_open = True
         finally:
             if not is_open:
