@@ -41,7 +41,7 @@ class Ingress:
         cache_salt_key: str,
         tenants: list[dict[str, Any]],
     ) -> None:
-        """``config`` is a ServiceConfig as JSON, ``tenants`` are TenantSpecs as JSON, for the rest see build_ingress."""
+        """``config``: a ServiceConfig as JSON, ``tenants``: TenantSpecs as JSON; for the rest see build_ingress."""
         service = ServiceConfig.model_validate(config)
         self._telemetry = Telemetry()
         # Made here, in the event loop that uses it.

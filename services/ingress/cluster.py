@@ -93,16 +93,15 @@ class Cluster:
 
     async def _scrape_policy(self) -> list[str]:
         try:
-            handle = self._find_policy()
-        except RayServeException:  # It is being changed, or was stopped: serving does not depend on it.
+            # Asks Serve's controller, which blocks.
+            handle = await asyncio.to_thread(self._find_policy)
+        except (RayServeException, KeyError):  # Stopped, or being changed: serving does not depend on it.
             return []
         return await broadcast(handle, "scrape")
 
     async def metrics(self) -> str:
         """One Prometheus page of this ingress, the policy service and all replicas."""
-        replicas, policies = await asyncio.gather(
-            broadcast(self._replicas, "scrape"), broadcast(self._policy, "scrape")
-        )
+        replicas, policies = await asyncio.gather(broadcast(self._replicas, "scrape"), self._scrape_policy())
         pages = {"ingress": self._telemetry.scrape()}
         pages.update({f"replica-{number}": page for number, page in enumerate(replicas)})
         pages.update({f"policy-{number}": page for number, page in enumerate(policies)})
