@@ -120,6 +120,9 @@ class KvDemand(Value):
     cached_blocks: int = Field(default=0, description="Free blocks that still hold a reusable prefix.")
     mean_turns: float = Field(default=0.0, description="Mean of running + waiting turns over the window.")
     preemptions: int = Field(default=0, description="Since the engine started.")
+    prompt_tokens_per_s: float = Field(
+        default=0.0, ge=0, description="Prompt tokens of admitted turns, reused or not; 0: not measured."
+    )
     reuse: tuple[ReuseBin, ...] = Field(default=(), description="Prefix reuse by distance, ascending in blocks.")
 
 

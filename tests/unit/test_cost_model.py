@@ -51,6 +51,18 @@ def test_reuse_lost_now_is_already_in_what_is_prefilled() -> None:
     assert model.terms(Split(cap=4, kv_blocks=63)).prefill_compute_s == pytest.approx(20 * 1e-3)
 
 
+def test_demand_for_prompts_holds_whatever_was_prefilled_in_the_window() -> None:
+    reuse = (ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=80),)
+    grown = make_snapshot(  # the window still shows prefills from before the pool grew to 63 blocks
+        kv=KvDemand(prompt_tokens_per_s=100, reuse=reuse),
+        split=Split(cap=4, kv_blocks=63),
+        prefill_tokens_per_s=100.0,
+    )
+    model = CostModel.from_snapshot(grown)
+    assert model.terms(grown.split).prefill_compute_s == pytest.approx(20 * 1e-3)
+    assert model.terms(Split(cap=4, kv_blocks=59)).prefill_compute_s == pytest.approx(100 * 1e-3)
+
+
 def test_half_the_demanded_blocks_halve_the_batch_and_double_the_steps() -> None:
     snapshot = make_snapshot(kv=KvDemand(mean_turns=2, demand_blocks=80))
     model = CostModel.from_snapshot(snapshot)

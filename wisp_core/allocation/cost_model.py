@@ -5,10 +5,12 @@
     cost(C, K) = steps(K)  · (decode_misses(C) · ρ(K)^γ · expert_bytes / B  +  compute seconds per step)
                + tokens(K) · (prefill_misses(C) / tokens per pass · expert_bytes / B  +  compute seconds per token)
 
-C is the cap, K the usable KV blocks, B the link. Both factors of K start from what was observed at the split of now:
+C is the cap, K the usable KV blocks, B the link. What depends on K:
 
-- Prefix reuse. ``tokens(K)`` are the prompt tokens prefilled per second: those observed, less the reuse that is lost
-  now (it was prefilled again and observed), plus the reuse that K blocks would lose (bins at a distance above K).
+- Prefix reuse. ``tokens(K)`` are the prompt tokens prefilled per second: those of admitted turns less the reuse that K
+  blocks keep (bins at a distance up to K). This is demand, so it holds whatever the split was in the window. Where
+  ``kv.prompt_tokens_per_s`` is not measured it is taken from the observed prefills and the reuse that the split of
+  now keeps, which is off until the window holds one split only.
 - Admission. Turns that need ``demand_blocks`` in full run together only as far as K holds them; the others wait or
   are preempted. A smaller batch needs more steps for the same tokens: ``ρ(K)`` is the batch relative to now and
   ``steps(K)`` is the observed rate over ρ. The experts of a batch grow as batch^γ, with γ fitted between one token
@@ -51,7 +53,7 @@ class CostModel:
     sharing_exponent: float
     demand_blocks: float
     current_kv_blocks: int
-    prefill_tokens_per_s: float
+    prompt_tokens_per_s: float
     prefill_link_s_per_token_by_cap: tuple[float, ...]
     prefill_compute_s_per_token: float
     reuse: tuple[ReuseBin, ...]
@@ -71,7 +73,7 @@ class CostModel:
             sharing_exponent=_sharing_exponent(snapshot.decode, layout),
             demand_blocks=kv.demand_blocks * runnable,
             current_kv_blocks=snapshot.split.kv_blocks,
-            prefill_tokens_per_s=snapshot.prefill_tokens_per_s,
+            prompt_tokens_per_s=_prompt_tokens_per_s(snapshot),
             prefill_link_s_per_token_by_cap=tuple(m * copy_s / pass_tokens for m in _prefill_misses(snapshot)),
             prefill_compute_s_per_token=_compute_s(snapshot.prefill, snapshot.prefill.tokens),
             reuse=kv.reuse,
@@ -101,11 +103,7 @@ class CostModel:
         return min(1.0, max(kv_blocks, 1) / self.demand_blocks)
 
     def _prefilled_tokens_per_s(self, kv_blocks: int) -> float:
-        always = max(0.0, self.prefill_tokens_per_s - self._lost_tokens_per_s(self.current_kv_blocks))
-        return always + self._lost_tokens_per_s(kv_blocks)
-
-    def _lost_tokens_per_s(self, kv_blocks: int) -> float:
-        return sum(b.tokens_per_s for b in self.reuse if b.blocks > kv_blocks)
+        return max(0.0, self.prompt_tokens_per_s - _kept_tokens_per_s(self.reuse, kv_blocks))
 
 
 def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
@@ -117,6 +115,17 @@ def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
     if snapshot.link_bytes_per_s <= 0:
         return "link speed not measured yet"
     return None
+
+
+def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
+    """Prompt tokens that turns bring, whether prefilled or found in the prefix cache."""
+    if snapshot.kv.prompt_tokens_per_s > 0:
+        return snapshot.kv.prompt_tokens_per_s
+    return snapshot.prefill_tokens_per_s + _kept_tokens_per_s(snapshot.kv.reuse, snapshot.split.kv_blocks)
+
+
+def _kept_tokens_per_s(reuse: tuple[ReuseBin, ...], kv_blocks: int) -> float:
+    return sum(b.tokens_per_s for b in reuse if b.blocks <= kv_blocks)
 
 
 def _compute_s(counts: PagerCounts, num_units: int) -> float:
