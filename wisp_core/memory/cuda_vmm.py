@@ -1,0 +1,249 @@
+"""CUDA backend of `Region`: address ranges of virtual memory whose physical pages come and go.
+
+A range is reserved once and keeps its address, so what a CUDA graph captured stays valid; pages of the driver's
+granularity (2 MiB) are mapped into it and unmapped. Pages that a region releases stay with the backing, inside its
+budget, and the next region that is backed gets them: moving memory between regions allocates nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from wisp_core.memory.region import ByteRange
+
+PageRange = tuple[int, int]
+"""Half-open ``[start, stop)`` in pages from the region's start."""
+
+
+def _call(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call. Raises MemoryError when the device has no memory left, else RuntimeError."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        error = MemoryError if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
+        raise error(f"CUDA driver: {status.name}")
+    return values[0] if values else None
+
+
+class _PagePool:
+    """Physical pages of one device: free ones, and how many exist."""
+
+    def __init__(self, device_index: int) -> None:
+        self._properties = driver.CUmemAllocationProp()
+        self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device_index
+        self.access = driver.CUmemAccessDesc()
+        self.access.location = self._properties.location
+        self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        granularity = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.page_bytes = int(_call(driver.cuMemGetAllocationGranularity(self._properties, granularity)))
+        self.num_pages = 0
+        self.free: list[Any] = []
+
+    def take(self, num_pages: int) -> list[Any]:
+        """Pages with any content. Raises MemoryError with nothing changed."""
+        created: list[Any] = []
+        try:
+            while len(self.free) + len(created) < num_pages:
+                created.append(_call(driver.cuMemCreate(self.page_bytes, self._properties, 0)))
+        except MemoryError:
+            _release(created)
+            raise
+        self.num_pages += len(created)
+        self.free += created
+        taken = self.free[len(self.free) - num_pages :]
+        del self.free[len(self.free) - num_pages :]
+        return taken
+
+    def trim(self) -> None:
+        """Return the free pages to the driver."""
+        _release(self.free)
+        self.num_pages -= len(self.free)
+        self.free.clear()
+
+
+def _release(pages: list[Any]) -> None:
+    for page in pages:
+        _call(driver.cuMemRelease(page))
+
+
+class _AddressRange:
+    """A reserved range and what is mapped in it; torch keeps it alive as long as a tensor needs it.
+
+    With a ``filler``, every page index that has no page of its own maps that one page instead.
+    """
+
+    def __init__(self, num_bytes: int, pool: _PagePool, filler: Any | None) -> None:
+        self.num_pages = num_bytes // pool.page_bytes
+        self.pages: dict[int, Any] = {}  # those backed
+        self._pool = pool
+        self._filler = filler
+        self._address = int(_call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
+        # Not at exit: the driver may be gone by then, and the process's end frees everything.
+        finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, filler is not None)
+        finalizer.atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        num_bytes = self.num_pages * self._pool.page_bytes
+        return {"shape": (num_bytes,), "typestr": "|i1", "data": (self._address, False), "version": 3}
+
+    def fill(self, start: int, stop: int) -> None:
+        """Map the filler, if there is one, at page indices ``[start, stop)``, where nothing is mapped."""
+        if self._filler is not None:
+            self._map(start, [self._filler] * (stop - start))
+
+    def back(self, start: int, pages: list[Any]) -> None:
+        """Map ``pages`` in order from index ``start`` on, where no page is backed."""
+        if self._filler is not None:
+            self._unmap(start, start + len(pages))
+        self._map(start, pages)
+        self.pages.update(enumerate(pages, start))
+
+    def release(self, start: int, stop: int) -> list[Any]:
+        """Unmap ``[start, stop)``, all of which is backed; returns the pages."""
+        self._unmap(start, stop)
+        self.fill(start, stop)
+        return [self.pages.pop(index) for index in range(start, stop)]
+
+    def _map(self, start: int, pages: list[Any]) -> None:
+        page_bytes = self._pool.page_bytes
+        first = self._address + start * page_bytes
+        for index, page in enumerate(pages):
+            _call(driver.cuMemMap(first + index * page_bytes, page_bytes, 0, page, 0))
+        _call(driver.cuMemSetAccess(first, len(pages) * page_bytes, [self._pool.access], 1))
+
+    def _unmap(self, start: int, stop: int) -> None:
+        page_bytes = self._pool.page_bytes
+        _call(driver.cuMemUnmap(self._address + start * page_bytes, (stop - start) * page_bytes))
+
+
+def _free(address: int, num_bytes: int, pages: dict[int, Any], pool: _PagePool, is_filled: bool) -> None:
+    """Unmap what is left of a range, keep its pages, and give the addresses back."""
+    torch.cuda.synchronize()
+    mapped = {0: num_bytes} if is_filled else {index * pool.page_bytes: pool.page_bytes for index in pages}
+    for offset, length in mapped.items():
+        _call(driver.cuMemUnmap(address + offset, length))
+    pool.free += pages.values()
+    _call(driver.cuMemAddressFree(address, num_bytes))
+
+
+class CudaRegion:
+    """One reserved range; see `wisp_core.memory.region.Region` for the contract."""
+
+    def __init__(self, name: str, num_bytes: int, pool: _PagePool, device: torch.device, filler: Any | None) -> None:
+        if num_bytes <= 0:
+            raise ValueError(f"region {name!r}: num_bytes must be positive, got {num_bytes}")
+        self.name = name
+        self.page_bytes = pool.page_bytes
+        self.num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
+        self._pool = pool
+        self._device = device
+        self._is_filled = filler is not None
+        self._range = _AddressRange(self.num_bytes, pool, filler)
+        self._tensor = self._make_tensor()
+
+    def tensor(self) -> torch.Tensor:
+        """The whole range as an int8 tensor ``[num_bytes]``; only backed bytes may be touched."""
+        return self._tensor
+
+    def back(self, ranges: Iterable[ByteRange]) -> None:
+        """Give pages to ``ranges``: new ones read as zeros, on any stream once this returns; backed ones stay.
+
+        Raises MemoryError with nothing changed when the device has no pages left.
+        """
+        wanted = self._pages(ranges) - self._range.pages.keys()
+        pages = self._pool.take(len(wanted))
+        if self._is_filled and wanted:
+            torch.cuda.synchronize(self._device)  # a stray access in flight may still need the filler
+        for start, stop in _runs(wanted):
+            self._range.back(start, [pages.pop() for _ in range(start, stop)])
+            # A page may still hold weights, and attention would multiply their NaN bit patterns by zero.
+            self._tensor[start * self.page_bytes : stop * self.page_bytes].zero_()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def release(self, ranges: Iterable[ByteRange]) -> None:
+        """Take the pages of ``ranges`` back; their content is lost.
+
+        Waits for the device first, since a step in flight may still use them.
+        """
+        held = self._pages(ranges) & self._range.pages.keys()
+        if not held:
+            return
+        torch.cuda.synchronize(self._device)
+        for start, stop in _runs(held):
+            self._pool.free += self._range.release(start, stop)
+
+    def resident_bytes(self) -> int:
+        """Bytes of physical memory mapped in this range."""
+        return len(self._range.pages) * self.page_bytes
+
+    def _make_tensor(self) -> torch.Tensor:
+        # torch asks the driver whose memory the address is, so something must be mapped at that moment.
+        self._range.fill(0, self._range.num_pages)
+        self._range.back(0, self._pool.take(1))
+        tensor = torch.as_tensor(self._range, device=self._device)
+        self._pool.free += self._range.release(0, 1)
+        if self._is_filled:
+            tensor[: self.page_bytes].zero_()  # the filler; even a stray read should find numbers
+        return tensor
+
+    def _pages(self, ranges: Iterable[ByteRange]) -> set[int]:
+        """Page indices of ``ranges``."""
+        pages: set[int] = set()
+        for start, stop in ranges:
+            if start % self.page_bytes or stop % self.page_bytes or not 0 <= start <= stop <= self.num_bytes:
+                raise ValueError(
+                    f"region {self.name!r}: [{start}, {stop}) is not page-aligned inside [0, {self.num_bytes})"
+                )
+            pages.update(range(start // self.page_bytes, stop // self.page_bytes))
+        return pages
+
+
+def _runs(pages: set[int]) -> Iterator[PageRange]:
+    """Maximal runs of consecutive indices, ascending."""
+    start = stop = -1
+    for page in sorted(pages):
+        if page != stop:
+            if stop > start:
+                yield start, stop
+            start = page
+        stop = page + 1
+    if stop > start:
+        yield start, stop
+
+
+class CudaBacking:
+    """Makes regions of one device that share their physical pages."""
+
+    def __init__(self, device: torch.device | str, *, has_filler: bool = False) -> None:
+        """Use ``device``.
+
+        Args:
+            device: a CUDA device.
+            has_filler: map one shared page at every address that is not backed, so that a stray access (a padded
+                row's, say) hits nothing; without it such an access faults.
+        """
+        self.device = torch.device(device)
+        torch.zeros(1, device=self.device)  # the driver calls need the device's context
+        index = self.device.index
+        self._pool = _PagePool(torch.cuda.current_device() if index is None else index)
+        self._filler = self._pool.take(1)[0] if has_filler else None
+        self.page_bytes = self._pool.page_bytes
+
+    def reserve(self, name: str, num_bytes: int) -> CudaRegion:
+        """Reserve ``num_bytes`` (rounded up to whole pages), nothing backed."""
+        return CudaRegion(name, num_bytes, self._pool, self.device, self._filler)
+
+    def physical_bytes(self) -> int:
+        """Bytes of all pages that exist: mapped in some region, free for the next, and the filler."""
+        return self._pool.num_pages * self.page_bytes
+
+    def trim(self) -> None:
+        """Return the pages that no region holds to the driver."""
+        self._pool.trim()

@@ -1,0 +1,182 @@
+"""Gather kernel: copies the experts that a plan lists, all parameters of a layer, driven by the device's own count.
+
+A few programs read page-locked host memory through its unified address and write the slots; nothing is launched per
+expert, so the same captured launch copies any number of them. The same kernel moves slots onto slots.
+"""
+
+# Kernels are Triton's language, not Python's:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+
+from wisp_core.pager.device.state import Header, LayerState, Lists
+
+VECTOR_BYTES = 16
+"""Width of one access; parameters that are not aligned to it are copied byte by byte (small scales)."""
+
+_BYTEWISE_CHUNK_BYTES = 1 << 10
+
+
+class _Column(IntEnum):
+    """Columns of the parameter table, int64."""
+
+    SOURCE = 0  # address of source row 0
+    SOURCE_STRIDE = 1  # bytes between source rows
+    TARGET = 2
+    TARGET_STRIDE = 3
+    NUM_UNITS = 4  # units (words or bytes) of one row
+    FIRST_CHUNK = 5  # chunks of one expert that belong to earlier parameters
+
+
+_SOURCE = tl.constexpr(int(_Column.SOURCE))
+_SOURCE_STRIDE = tl.constexpr(int(_Column.SOURCE_STRIDE))
+_TARGET = tl.constexpr(int(_Column.TARGET))
+_TARGET_STRIDE = tl.constexpr(int(_Column.TARGET_STRIDE))
+_NUM_UNITS = tl.constexpr(int(_Column.NUM_UNITS))
+_FIRST_CHUNK = tl.constexpr(int(_Column.FIRST_CHUNK))
+_WIDTH = tl.constexpr(len(_Column))
+_NUM_COPIES = tl.constexpr(int(Header.NUM_COPIES))
+_SOURCE_ROW = tl.constexpr(int(Lists.SOURCE))
+_TARGET_ROW = tl.constexpr(int(Lists.TARGET))
+
+
+@triton.jit(do_not_specialize=["chunks_per_expert"])
+def _gather_kernel(
+    parameters_ptr,  # int64 [num_parameters, _WIDTH]
+    header_ptr,
+    lists_ptr,
+    chunks_per_expert,
+    num_parameters: tl.constexpr,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    chunk_units: tl.constexpr,
+    vector_units: tl.constexpr,
+    vector_bytes: tl.constexpr,
+):
+    num_chunks = tl.load(header_ptr + _NUM_COPIES) * chunks_per_expert
+    for work in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        copy = work // chunks_per_expert
+        chunk = work - copy * chunks_per_expert
+        source_row = tl.load(lists_ptr + _SOURCE_ROW * width + copy).to(tl.int64)
+        target_row = tl.load(lists_ptr + _TARGET_ROW * width + copy).to(tl.int64)
+        parameter_ptr = parameters_ptr
+        for later in tl.static_range(1, num_parameters):
+            if chunk >= tl.load(parameters_ptr + later * _WIDTH + _FIRST_CHUNK):
+                parameter_ptr = parameters_ptr + later * _WIDTH
+        source = tl.load(parameter_ptr + _SOURCE) + source_row * tl.load(parameter_ptr + _SOURCE_STRIDE)
+        target = tl.load(parameter_ptr + _TARGET) + target_row * tl.load(parameter_ptr + _TARGET_STRIDE)
+        num_units = tl.multiple_of(tl.load(parameter_ptr + _NUM_UNITS).to(tl.int32), vector_units)
+        first = (chunk - tl.load(parameter_ptr + _FIRST_CHUNK).to(tl.int32)) * chunk_units
+        at = first + tl.arange(0, chunk_units)
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(unit)), vector_bytes)
+        target_ptr = tl.multiple_of(target.to(tl.pointer_type(unit)), vector_bytes)
+        units = tl.load(source_ptr + at, mask=at < num_units, eviction_policy="evict_first")
+        tl.store(target_ptr + at, units, mask=at < num_units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Parameters that are copied with one unit."""
+
+    table: torch.Tensor  # int64 [num_parameters, len(_Column)], on the device
+    chunks_per_expert: int
+    unit: tl.dtype
+    unit_bytes: int
+    vector_bytes: int  # what addresses and sizes are known to be multiples of
+    chunk_bytes: int
+
+
+class Gather:
+    """Copies listed rows of every parameter of one layer: host experts into slots, or slots onto slots."""
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        device: torch.device | str,
+        *,
+        chunk_bytes: int = 32 << 10,
+        num_programs: int = 32,
+        num_warps: int = 8,
+    ) -> None:
+        """Prepare copies of row ``s`` of each source onto row ``t`` of its target.
+
+        Args:
+            sources: [rows, ...], each row contiguous; host tensors must be page-locked (`cudaHostRegister` keeps their
+                address, which the kernel reads).
+            targets: on ``device``, as many, with equal rows.
+            device: where the kernel runs.
+            chunk_bytes: what one program copies at a time, a power of two.
+            num_programs: how many programs run at once; the link needs 8 or more, moves on the device more.
+            num_warps: warps of each program.
+
+        Raises:
+            ValueError: a row is not contiguous or source and target differ.
+        """
+        self._keep_alive = (tuple(sources), tuple(targets))
+        self._num_programs, self._num_warps = num_programs, num_warps
+        self.row_bytes = sum(_row_bytes(source) for source in sources)
+        pairs = list(zip(sources, targets, strict=True))
+        words = _tabulate([p for p in pairs if _is_aligned(*p)], tl.int32, 4, VECTOR_BYTES, chunk_bytes, device)
+        single = _tabulate([p for p in pairs if not _is_aligned(*p)], tl.int8, 1, 1, _BYTEWISE_CHUNK_BYTES, device)
+        self._launches = [parameters for parameters in (words, single) if len(parameters.table)]
+
+    def run(self, layer: LayerState) -> None:
+        """Carry out ``layer``'s list on the current stream; a graph may capture it."""
+        for parameters in self._launches:
+            _gather_kernel[(self._num_programs,)](
+                parameters.table,
+                layer.header,
+                layer.lists,
+                parameters.chunks_per_expert,
+                num_parameters=len(parameters.table),
+                width=layer.lists.shape[1],
+                unit=parameters.unit,
+                chunk_units=parameters.chunk_bytes // parameters.unit_bytes,
+                vector_units=parameters.vector_bytes // parameters.unit_bytes,
+                vector_bytes=parameters.vector_bytes,
+                num_warps=self._num_warps,
+            )
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor[0].numel() * tensor.element_size())
+
+
+def _is_aligned(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether every row of both starts and ends on a vector's boundary."""
+    numbers = [_row_bytes(source)]
+    for tensor in (source, target):
+        if not tensor[0].is_contiguous():
+            raise ValueError(f"rows must be contiguous, got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+        numbers += [tensor.data_ptr(), tensor.stride(0) * tensor.element_size()]
+    if _row_bytes(source) != _row_bytes(target):
+        raise ValueError(f"a source row has {_row_bytes(source)} bytes, its target row {_row_bytes(target)}")
+    return all(number % VECTOR_BYTES == 0 for number in numbers)
+
+
+def _tabulate(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    unit: tl.dtype,
+    unit_bytes: int,
+    vector_bytes: int,
+    chunk_bytes: int,
+    device: torch.device | str,
+) -> _Parameters:
+    rows = []
+    num_chunks = 0
+    for source, target in pairs:
+        row_bytes = _row_bytes(source)
+        addresses = [n for t in (source, target) for n in (t.data_ptr(), t.stride(0) * t.element_size())]
+        rows.append([*addresses, row_bytes // unit_bytes, num_chunks])
+        num_chunks += -(-row_bytes // chunk_bytes)
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    return _Parameters(table, num_chunks, unit, unit_bytes, vector_bytes, chunk_bytes)

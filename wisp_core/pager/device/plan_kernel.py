@@ -1,0 +1,290 @@
+"""Plan kernels: one program decides what one layer needs, without the host.
+
+Both kernels equal `wisp_core.pager.device.reference` exactly. They hold a layer's table in registers, so that a step
+costs a few round trips to memory; everything follows from one prefix sum over the recency stack: the number of needed
+experts that are more recent than a given one. The cap is read from memory and the code is compiled for the number of
+experts, so one captured graph serves every cap.
+"""
+
+# Kernels are Triton's language, not Python's:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from wisp_core.pager.device import reference
+from wisp_core.pager.device.state import (
+    COUNTS_WIDTH,
+    HEADER_WIDTH,
+    DeviceState,
+    Header,
+    LayerState,
+    Lists,
+    Path,
+    Table,
+)
+
+_MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, 1024
+
+_CAP = tl.constexpr(int(Header.CAP))
+_NUM_RESIDENT = tl.constexpr(int(Header.NUM_RESIDENT))
+_NUM_SEEN = tl.constexpr(int(Header.NUM_SEEN))
+_NUM_MISSES = tl.constexpr(int(Header.NUM_MISSES))
+_NUM_COPIES = tl.constexpr(int(Header.NUM_COPIES))
+_HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
+_POSITION = tl.constexpr(int(Table.POSITION))
+_STACK = tl.constexpr(int(Table.STACK))
+_SLOT = tl.constexpr(int(Table.SLOT))
+_TABLE_HEIGHT = tl.constexpr(len(Table))
+_SOURCE = tl.constexpr(int(Lists.SOURCE))
+_TARGET = tl.constexpr(int(Lists.TARGET))
+_FREED = tl.constexpr(int(Lists.FREED))
+_LISTS_HEIGHT = tl.constexpr(len(Lists))
+_COUNTS_WIDTH = tl.constexpr(COUNTS_WIDTH)
+_NO_SLOT = tl.constexpr(reference.NO_SLOT)
+_PADDING_SLOT = tl.constexpr(reference.PADDING_SLOT)
+
+
+@triton.jit
+def _load_ids(ids_ptr, start, num_valid_ids, num_experts: tl.constexpr, ids_at_once: tl.constexpr):
+    """Some routed ids as int32, and which of them are real: padding carries anything."""
+    at = start + tl.arange(0, ids_at_once)
+    ids = tl.load(ids_ptr + at, mask=at < num_valid_ids, other=0)
+    is_real = (at < num_valid_ids) & (ids >= 0) & (ids < num_experts)
+    return tl.where(is_real, ids, 0).to(tl.int32), is_real
+
+
+@triton.jit
+def _find_needed(ids_ptr, num_valid_ids, num_experts: tl.constexpr, width: tl.constexpr, ids_at_once: tl.constexpr):
+    """1 for each expert that some real row routes to; int32 [width] by expert."""
+    uses = tl.zeros([width], dtype=tl.int32)
+    for start in range(0, num_valid_ids, ids_at_once):
+        ids, is_real = _load_ids(ids_ptr, start, num_valid_ids, num_experts, ids_at_once)
+        uses += tl.histogram(ids, width, mask=is_real).to(tl.int32)
+    return (uses > 0).to(tl.int32)
+
+
+@triton.jit
+def _write_slot_ids(
+    ids_ptr,
+    slot_ids_ptr,
+    num_ids,
+    num_valid_ids,
+    slot,  # int32 [width] by expert
+    num_experts: tl.constexpr,
+    width: tl.constexpr,
+    ids_at_once: tl.constexpr,
+):
+    """Slot of each routed id; num_experts + expert where it has none; a safe slot for padding."""
+    served = tl.where(slot == _NO_SLOT, num_experts + tl.arange(0, width), slot)
+    for start in range(0, num_ids, ids_at_once):
+        at = start + tl.arange(0, ids_at_once)
+        ids, is_real = _load_ids(ids_ptr, start, num_valid_ids, num_experts, ids_at_once)
+        slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
+        tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
+
+
+@triton.jit
+def _add_counts(counts_ptr, num_rows, num_needed, num_hits, num_misses, num_copies):
+    """Add one step to the sums, in the order of `StepCounts`."""
+    at = tl.arange(0, _COUNTS_WIDTH)
+    step = (at == 0).to(tl.int64)
+    step += tl.where(at == 1, num_rows, 0)
+    step += tl.where(at == 2, num_needed, 0)
+    step += tl.where(at == 3, num_hits, 0)
+    step += tl.where(at == 4, num_misses, 0)
+    step += tl.where(at == 5, num_misses - num_copies, 0)
+    tl.store(counts_ptr + at, tl.load(counts_ptr + at) + step)
+
+
+@triton.jit
+def _add_distances(distances_ptr, needed, position, num_seen, num_experts: tl.constexpr):
+    """Count each use at its expert's place in the stack; returns how many were first uses, counted at the end."""
+    is_reuse = (needed != 0) & (position < num_seen)
+    uses = tl.load(distances_ptr + position, mask=is_reuse, other=0)
+    tl.store(distances_ptr + position, uses + 1, mask=is_reuse)
+    num_first_uses = tl.sum(needed) - tl.sum(is_reuse.to(tl.int32))
+    tl.store(distances_ptr + num_experts, tl.load(distances_ptr + num_experts) + num_first_uses)
+    return num_first_uses
+
+
+@triton.jit
+def _admit(
+    header_ptr,
+    freed_ptr,
+    needed,  # int32 [width] by expert, as position, slot and before
+    position,
+    slot,
+    before,
+    num_hits,
+    num_misses,
+):
+    """Give slots to missing experts: free ones first, then those of the least recent experts not needed.
+
+    Returns the new slots [width] and the number of copies.
+    """
+    cap = tl.load(header_ptr + _CAP)
+    num_resident = tl.load(header_ptr + _NUM_RESIDENT)
+    num_free = cap - num_resident
+    num_copies = tl.minimum(num_misses, cap - num_hits)
+    num_evicted = tl.maximum(num_copies - num_free, 0)
+    # Residents lead the stack: how many lie behind an expert, and how many of those are needed, follow by subtraction.
+    eviction = (num_resident - 1 - position) - (num_hits - before)
+    is_evicted = (needed == 0) & (position < num_resident) & (eviction < num_evicted)
+    tl.store(freed_ptr + eviction, slot, mask=is_evicted)
+    tl.debug_barrier()
+    miss = before - num_hits
+    is_admitted = (needed != 0) & (position >= num_resident) & (miss < num_copies)
+    is_reusing = is_admitted & (miss >= num_free)
+    freed = tl.load(freed_ptr + miss - num_free, mask=is_reusing, other=0)
+    admitted_slot = tl.where(is_reusing, freed, num_resident + miss)
+    slot = tl.where(is_admitted, admitted_slot, tl.where(is_evicted, _NO_SLOT, slot))
+    tl.store(header_ptr + _NUM_RESIDENT, num_resident + num_copies - num_evicted)
+    return slot, num_copies
+
+
+@triton.jit(do_not_specialize=["num_ids", "top_k"], do_not_specialize_on_alignment=["ids_ptr", "slot_ids_ptr"])
+def _plan_kernel(
+    ids_ptr,
+    slot_ids_ptr,
+    num_ids,
+    top_k,
+    num_valid_rows_ptr,
+    header_ptr,
+    table_ptr,
+    lists_ptr,
+    distances_ptr,
+    counts_ptr,
+    num_experts: tl.constexpr,
+    width: tl.constexpr,
+    ids_at_once: tl.constexpr,
+    is_admitting: tl.constexpr,
+):
+    expert = tl.arange(0, width)
+    num_valid_rows = tl.minimum(tl.load(num_valid_rows_ptr), num_ids // top_k)
+    num_valid_ids = num_valid_rows * top_k
+    num_seen = tl.load(header_ptr + _NUM_SEEN)
+    position = tl.load(table_ptr + _POSITION * width + expert)
+    stack = tl.load(table_ptr + _STACK * width + expert)
+    slot = tl.load(table_ptr + _SLOT * width + expert)
+
+    needed = _find_needed(ids_ptr, num_valid_ids, num_experts, width, ids_at_once)
+    needed_at = tl.gather(needed, stack, 0)
+    before = tl.gather(tl.cumsum(needed_at, 0) - needed_at, position, 0)
+    is_missing = (needed != 0) & (slot == _NO_SLOT)
+    num_needed = tl.sum(needed)
+    num_misses = tl.sum(is_missing.to(tl.int32))
+    num_hits = num_needed - num_misses
+
+    num_copies = 0
+    if is_admitting:
+        slot, num_copies = _admit(
+            header_ptr, lists_ptr + _FREED * width, needed, position, slot, before, num_hits, num_misses
+        )
+        num_first_uses = _add_distances(distances_ptr, needed, position, num_seen, num_experts)
+        tl.store(header_ptr + _NUM_SEEN, num_seen + num_first_uses)
+        position = tl.where(needed != 0, before, num_needed + position - before)
+        tl.store(table_ptr + _POSITION * width + expert, position)
+        tl.store(table_ptr + _STACK * width + position, expert)
+        tl.store(table_ptr + _SLOT * width + expert, slot)
+    tl.store(lists_ptr + _SOURCE * width + before - num_hits, expert, mask=is_missing)
+    tl.store(lists_ptr + _TARGET * width + before - num_hits, slot, mask=is_missing)
+    tl.store(header_ptr + _NUM_MISSES, num_misses)
+    tl.store(header_ptr + _NUM_COPIES, num_copies)
+    _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
+    _write_slot_ids(ids_ptr, slot_ids_ptr, num_ids, num_valid_ids, slot, num_experts, width, ids_at_once)
+
+
+@triton.jit
+def _set_cap_kernel(new_cap_ptr, header_ptr, table_ptr, lists_ptr, width: tl.constexpr):
+    """One program per layer: keep the most recent experts, in slots below the new cap."""
+    layer = tl.program_id(0)
+    header_ptr += layer * _HEADER_WIDTH
+    table_ptr += layer * _TABLE_HEIGHT * width
+    lists_ptr += layer * _LISTS_HEIGHT * width
+    expert = tl.arange(0, width)
+    cap = tl.load(new_cap_ptr)
+    num_kept = tl.minimum(tl.load(header_ptr + _NUM_RESIDENT), cap)
+    position = tl.load(table_ptr + _POSITION * width + expert)
+    slot = tl.load(table_ptr + _SLOT * width + expert)
+
+    is_dropped = (slot != _NO_SLOT) & (position >= num_kept)
+    is_freed = is_dropped & (slot < cap)
+    freed_ptr = lists_ptr + _FREED * width
+    tl.store(freed_ptr + tl.cumsum(is_freed.to(tl.int32), 0) - 1, slot, mask=is_freed)
+    tl.debug_barrier()
+    is_moved = (slot >= cap) & (position < num_kept)
+    num_moves = tl.sum(is_moved.to(tl.int32))
+    move = tl.cumsum(is_moved.to(tl.int32), 0) - 1
+    target = tl.load(freed_ptr + move, mask=is_moved, other=0)
+    tl.store(lists_ptr + _SOURCE * width + move, slot, mask=is_moved)
+    tl.store(lists_ptr + _TARGET * width + move, target, mask=is_moved)
+    slot = tl.where(is_dropped, _NO_SLOT, tl.where(is_moved, target, slot))
+    tl.store(table_ptr + _SLOT * width + expert, slot)
+    tl.store(header_ptr + _CAP, cap)
+    tl.store(header_ptr + _NUM_RESIDENT, num_kept)
+    tl.store(header_ptr + _NUM_MISSES, num_moves)
+    tl.store(header_ptr + _NUM_COPIES, num_moves)
+
+
+def plan_step(
+    layer: LayerState,
+    topk_ids: torch.Tensor,
+    slot_ids: torch.Tensor,
+    num_valid_rows: torch.Tensor,
+    *,
+    path: Path = Path.DECODE,
+    num_warps: int | None = None,
+) -> None:
+    """Plan one step of one layer on the current stream; a graph may capture it.
+
+    Args:
+        layer: read and updated; its lists then name the misses.
+        topk_ids: integer [rows, top_k], contiguous, at least one row; anything may stand in padding.
+        slot_ids: integer [rows, top_k], contiguous, receives the slot of each id; `reference` says which values.
+        num_valid_rows: int32 [1] on the device, rows that are real tokens; more than there are means all.
+        path: DECODE is `LayerTable.plan`, STREAMED is `LayerTable.look_up`.
+        num_warps: for measurements; None: what measured best.
+    """
+    assert topk_ids.is_contiguous()
+    assert slot_ids.is_contiguous()
+    assert slot_ids.shape == topk_ids.shape
+    num_ids = topk_ids.numel()
+    _plan_kernel[(1,)](
+        topk_ids,
+        slot_ids,
+        num_ids,
+        topk_ids.shape[1],
+        num_valid_rows,
+        layer.header,
+        layer.table,
+        layer.lists,
+        layer.distances,
+        layer.counts[path],
+        num_experts=layer.num_experts,
+        width=layer.table.shape[1],
+        ids_at_once=min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE),
+        is_admitting=path is Path.DECODE,
+        num_warps=num_warps or _best_num_warps(layer.table.shape[1], num_ids),
+    )
+
+
+def set_cap(state: DeviceState, cap: int) -> None:
+    """Change the cap of every layer, between steps, on the current stream.
+
+    The layers' lists then name slots to move: carry them out, slot tensors onto themselves, before pages go and
+    before the next step is planned.
+    """
+    if not 0 < cap <= state.num_experts:
+        raise ValueError(f"cap must be in 1..{state.num_experts} (the number of experts), got {cap}")
+    state.new_cap.fill_(cap)
+    _set_cap_kernel[(state.num_layers,)](
+        state.new_cap, state.header, state.table, state.lists, width=state.width, num_warps=1
+    )
+
+
+def _best_num_warps(width: int, num_ids: int) -> int:
+    return 4 if max(width, num_ids) > 256 else 1
