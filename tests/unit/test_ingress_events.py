@@ -1,0 +1,135 @@
+"""Streams: usage read and taken out, cut anywhere; a bounded buffer; merged metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.ingress.buffer import SlowClientError, buffered
+from services.ingress.events import EventFilter, Usage
+from services.telemetry import Telemetry, merge_expositions
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+TEXT = [event(choices=[{"delta": {"content": f'a "usage": {i}'}}]) for i in range(3)]
+USAGE = event(
+    choices=[],
+    usage={"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+)
+DONE = b"data: [DONE]\n\n"
+STREAM = b"".join([*TEXT, USAGE, DONE])
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=6), st.booleans())
+def test_cuts_do_not_matter(cuts: list[int], keeps_usage: bool) -> None:
+    bounds = [0, *sorted(cuts), len(STREAM)]
+    events = EventFilter(keeps_usage=keeps_usage)
+    out = b"".join(events.feed(STREAM[a:b]) for a, b in pairwise(bounds)) + events.rest()
+    assert out == (STREAM if keeps_usage else b"".join([*TEXT, DONE]))
+    assert events.usage == Usage(7, 4, 3)
+    assert events.num_events == 5
+    assert not events.has_error
+
+
+def test_an_unfinished_event_is_kept_back() -> None:
+    events = EventFilter(keeps_usage=False)
+    assert events.feed(b"data: {") == b""
+    assert events.rest() == b"data: {"
+
+
+def test_an_error_of_the_engine_is_noticed() -> None:
+    events = EventFilter(keeps_usage=False)
+    assert events.feed(event(error={"message": "x"}))
+    assert events.has_error
+
+
+async def items(count: int, size: int, error: Exception | None = None) -> AsyncIterator[bytes]:
+    for i in range(count):
+        yield bytes([i % 256]) * size
+        await asyncio.sleep(0)
+    if error is not None:
+        raise error
+
+
+async def test_a_buffer_passes_everything_in_order() -> None:
+    assert [piece[0] async for piece in buffered(items(50, 10), 10_000)] == list(range(50))
+
+
+async def test_an_error_comes_after_what_was_read() -> None:
+    pieces = buffered(items(5, 10, KeyError()), 10_000)
+    assert [len(await anext(pieces)) for _ in range(5)] == [10] * 5
+    with pytest.raises(KeyError):
+        await anext(pieces)
+
+
+async def test_a_slow_reader_is_ended_with_bounded_memory() -> None:
+    produced = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal produced
+        while True:
+            produced += 1
+            yield b"x" * 100
+            await asyncio.sleep(0)
+
+    seen = 0
+
+    async def read_slowly() -> None:
+        nonlocal seen
+        async for _ in buffered(endless(), 1000):
+            seen += 1
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(SlowClientError):
+        await read_slowly()
+    assert seen == produced <= 40
+
+
+async def test_closing_a_buffer_stops_reading() -> None:
+    is_closed = asyncio.Event()
+
+    async def source() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x"
+                await asyncio.sleep(0.01)
+        finally:
+            is_closed.set()
+
+    pieces = buffered(source(), 1000)
+    await anext(pieces)
+    await pieces.aclose()
+    await asyncio.wait_for(is_closed.wait(), 1)
+
+
+def test_pages_merge_by_family_with_a_replica_on_every_series() -> None:
+    pages = {}
+    for name in ("one", "two"):
+        telemetry = Telemetry()
+        meter = telemetry.meter("test")
+        meter.create_counter("wisp.turns", description="Turns.").add(2, {"tenant": "a"})
+        meter.create_histogram("wisp.ttft", unit="s").record(0.3)
+        pages[name] = telemetry.scrape()
+        telemetry.close()
+    pages["three"] = (
+        '# HELP wisp_turns_total Turns.\n# TYPE wisp_turns_total counter\nwisp_turns_total{replica="r"} 5\n'
+    )
+    lines = merge_expositions(pages).splitlines()
+    assert lines.count("# TYPE wisp_turns_total counter") == 1
+    assert lines.count("# TYPE wisp_ttft_seconds histogram") == 1
+    series = [line for line in lines if line and not line.startswith("#")]
+    assert all('replica="' in line for line in series)
+    assert 'wisp_turns_total{replica="one",tenant="a"} 2.0' in series
+    assert 'wisp_turns_total{replica="r"} 5.0' in series
+    assert any('le="0.5"' in line and line.endswith(" 1.0") for line in series)
+    turns = [i for i, line in enumerate(lines) if line.startswith("wisp_turns_total")]
+    assert turns == list(range(turns[0], turns[0] + 3)), "a family's lines stand together"

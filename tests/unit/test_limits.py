@@ -1,0 +1,109 @@
+"""Limits of a tenant: 429 with a Retry-After that is right, refunds, and what holds without the store."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.ingress.errors import ApiError
+from services.ingress.limits import PromptEstimator, TurnLimiter
+from services.ingress.request_fields import COMPLETIONS_PATH, parse
+from wisp_core.contracts import TenantSpec
+from wisp_core.store.memory_store import MemoryStore
+
+TENANT = TenantSpec(tenant_id="a", key_sha256=(), requests_per_minute=4, tokens_per_minute=600, max_concurrent_turns=2)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    return clock
+
+
+async def refusal(limiter: TurnLimiter, turn_id: str, tokens: int) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await limiter.admit(TENANT, turn_id, tokens)
+    assert caught.value.status == 429
+    assert caught.value.error["code"] == "rate_limit_exceeded"
+    return caught.value
+
+
+async def test_whoever_waits_as_told_is_admitted(clock: Clock) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    for i in range(4):
+        await limiter.admit(TENANT, f"t{i}", 1)
+        await limiter.settle(f"t{i}", 1)
+    error = await refusal(limiter, "t4", 1)
+    assert error.headers["retry-after"] == "15"
+    assert error.error["type"] == "requests"
+    clock.now_s += 15
+    await limiter.admit(TENANT, "t4", 1)
+
+
+async def test_tokens_taken_but_not_used_come_back(clock: Clock) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    await limiter.admit(TENANT, "t0", 600)
+    error = await refusal(limiter, "t1", 100)
+    assert (error.error["type"], error.headers["retry-after"]) == ("tokens", "10")
+    await limiter.settle("t0", 450)
+    await limiter.admit(TENANT, "t1", 150)
+    await refusal(limiter, "t2", 1)
+
+
+async def test_more_tokens_than_a_minute_holds_can_never_pass(clock: Clock) -> None:
+    error = await refusal(TurnLimiter(MemoryStore()), "t0", 601)
+    assert "retry-after" not in error.headers
+    assert "too large" in error.error["message"]
+
+
+async def test_turns_at_once(clock: Clock) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    await limiter.admit(TENANT, "t0", 1)
+    await limiter.admit(TENANT, "t1", 1)
+    error = await refusal(limiter, "t2", 1)
+    assert error.headers["retry-after"] == "1"
+    await limiter.settle("t0", 1)
+    await limiter.admit(TENANT, "t2", 1)
+
+
+async def test_limits_hold_in_this_process_while_the_store_is_away(clock: Clock) -> None:
+    store = MemoryStore()
+    limiter = TurnLimiter(store)
+    store.is_available = False
+    await limiter.admit(TENANT, "t0", 300)
+    await limiter.admit(TENANT, "t1", 300)
+    await refusal(limiter, "t2", 1)
+    await limiter.settle("t0", 300)
+    await refusal(limiter, "t2", 1)
+    store.is_available = True
+    await limiter.settle("t1", 300)
+    await limiter.admit(TENANT, "t3", 600)
+
+
+async def test_settling_is_safe_when_the_store_goes_away_in_between(clock: Clock) -> None:
+    store = MemoryStore()
+    limiter = TurnLimiter(store)
+    await limiter.admit(TENANT, "t0", 300)
+    store.is_available = False
+    await limiter.settle("t0", 0)
+
+
+def test_prompt_estimates_follow_what_the_engine_counts() -> None:
+    estimator = PromptEstimator()
+    text = parse(COMPLETIONS_PATH, b'{"model": "m", "prompt": "' + b"x" * 300 + b'"}')
+    assert estimator.tokens(text) == 100
+    for _ in range(200):
+        estimator.learn(text, 60)
+    assert estimator.tokens(text) == pytest.approx(60, abs=1)
+    ids = parse(COMPLETIONS_PATH, b'{"model": "m", "prompt": [1, 2, 3]}')
+    assert estimator.tokens(ids) == 3

@@ -1,0 +1,129 @@
+"""Keys: found by SHA-256, from a cache of bounded age, never written anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+
+import pytest
+
+from services.ingress.errors import ApiError
+from services.ingress.tenants import TenantDirectory, bearer_sha256
+from wisp_core.contracts import TenantSpec
+from wisp_core.store.memory_store import MemoryStore
+
+
+def sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def spec(tenant_id: str, *keys: str) -> TenantSpec:
+    return TenantSpec(
+        tenant_id=tenant_id,
+        key_sha256=tuple(sha256(key) for key in keys),
+        requests_per_minute=10,
+        tokens_per_minute=1000,
+    )
+
+
+async def status_of(directory: TenantDirectory, authorization: str | None) -> int:
+    try:
+        await directory.authenticate(authorization)
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+async def test_a_key_finds_its_tenant() -> None:
+    directory = TenantDirectory(MemoryStore(), [spec("a", "ka"), spec("b", "kb", "kb2")])
+    assert (await directory.authenticate("Bearer ka")).tenant_id == "a"
+    assert (await directory.authenticate("bearer kb2")).tenant_id == "b"
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Basic ka", "ka", "Bearer wrong", f"Bearer {sha256('ka')}", "Bearer é"],
+)
+async def test_everything_else_is_401(authorization: str | None) -> None:
+    directory = TenantDirectory(MemoryStore(), [spec("a", "ka")])
+    assert await status_of(directory, authorization) == 401
+
+
+async def test_declared_tenants_are_written_and_written_again_after_a_loss() -> None:
+    store = MemoryStore()
+    directory = TenantDirectory(store, [spec("a", "ka")])
+    await directory.refresh()
+    assert [t.tenant_id for t in await store.list_tenants()] == ["a"]
+    emptied = MemoryStore()
+    directory._store = emptied
+    await directory.refresh()
+    assert [t.tenant_id for t in await emptied.list_tenants()] == ["a"]
+
+
+async def test_a_declaration_replaces_what_the_store_had_only_at_start() -> None:
+    store = MemoryStore()
+    await store.write_tenant(spec("a", "old"))
+    directory = TenantDirectory(store, [spec("a", "new")])
+    await directory.refresh()
+    assert await status_of(directory, "Bearer old") == 401
+    await store.write_tenant(spec("a", "rotated"))
+    await directory.refresh()
+    assert await status_of(directory, "Bearer rotated") == 200
+    assert await status_of(directory, "Bearer new") == 401
+
+
+async def test_a_new_key_works_without_waiting_for_the_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    directory = TenantDirectory(store, [spec("a", "ka")])
+    await directory.refresh()
+    await store.write_tenant(spec("b", "kb"))
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1.5)
+    assert await status_of(directory, "Bearer kb") == 200
+
+
+async def test_unknown_keys_do_not_load_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    directory = TenantDirectory(store, [spec("a", "ka")])
+    await directory.refresh()
+    reads = 0
+    list_tenants = store.list_tenants
+
+    async def counted() -> list[TenantSpec]:
+        nonlocal reads
+        reads += 1
+        return await list_tenants()
+
+    monkeypatch.setattr(store, "list_tenants", counted)
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 1.5)
+    for i in range(100):
+        assert await status_of(directory, f"Bearer guess{i}") == 401
+    assert reads == 1
+
+
+async def test_keys_outlive_the_store_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    directory = TenantDirectory(store, [spec("a", "ka")], max_age_s=600)
+    await directory.refresh()
+    store.is_available = False
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 599)
+    await directory.refresh()
+    assert await status_of(directory, "Bearer ka") == 200
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 601)
+    assert await status_of(directory, "Bearer ka") == 503
+    store.is_available = True
+    await directory.refresh()
+    assert await status_of(directory, "Bearer ka") == 200
+
+
+async def test_no_key_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    directory = TenantDirectory(MemoryStore(), [spec("a", "ka")])
+    with pytest.raises(ApiError) as caught:
+        await directory.authenticate("Bearer sk-very-secret")
+    assert "sk-very-secret" not in caplog.text
+    assert b"sk-very-secret" not in caught.value.body()
+    assert bearer_sha256("Bearer sk-very-secret") == sha256("sk-very-secret")
