@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -16,6 +17,7 @@ from pydantic import Field
 from services.config import RoutingSettings, Section, ServiceConfig
 from wisp_core.contracts import Placement, ReplicaSnapshot
 from wisp_core.errors import StoreUnavailableError
+from wisp_core.routing.pick import first
 from wisp_core.routing.route import route
 from wisp_core.routing.views import (
     ReplicaView,
@@ -132,7 +134,14 @@ class PlacementDirectory:
             _remember(self._homes, turn.session_key, settled, MAX_SESSIONS)
             if settled.replica_id == decision.chosen:
                 break
-            # Another router moved the session in the meantime: decide again, from where it lives now.
+            # Another router was faster. Its word counts, unless it names a replica that cannot take the turn.
+            if settled.replica_id in replica_ids and settled.replica_id not in excluded:
+                decision = dataclasses.replace(
+                    decision,
+                    ranking=first(settled.replica_id, decision.ranking),
+                    reason="another router has placed it",
+                )
+                break
         _remember(self._last_prompt_tokens, turn.session_key, turn.prompt_tokens_estimate, MAX_SESSIONS)
         return decision
 
