@@ -6,6 +6,7 @@ answers ``ready`` or ``refused``; then each snapshot is answered by ``decision``
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -23,6 +24,7 @@ from wisp_core.contracts import Decision, ReplicaSnapshot
 from wisp_core.errors import ConfigurationError, WispError
 
 MAX_REPLY_BYTES = 1 << 20
+_EXIT_GRACE_S = 1.0
 
 
 class Fault(StrEnum):
@@ -114,6 +116,8 @@ class PolicyProcess:
             self.kill()
             raise PolicyFaultError(Fault.TIMED_OUT, f"no answer within {deadline_s} s") from error
         except OSError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_GRACE_S)  # for its exit code; its socket closes a moment earlier
             self.kill()
             raise PolicyFaultError(Fault.EXITED, f"the process exited, code {self._process.returncode}") from error
         except ValueError as error:
