@@ -1,0 +1,138 @@
+"""A Locust user that is an agent session: bursts of tool-call turns, now and then a turn with a long document.
+
+Headless against a running service: ``wisp load --users 8 --run-time 30s``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from locust import HttpUser, between, events, task
+from locust.env import Environment
+
+from services.demo.workload import Agent, AgentSpec, Turn
+
+_NUM_TOPICS = 8
+_MAX_CONTEXT_TOKENS = 2000
+_LONG_WORDS = 1500
+_numbers = itertools.count()
+
+
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--wisp-model", default="tiny-moe", help="Model name.")
+    parser.add_argument("--wisp-keys", default="{}", help="JSON: key file by tenant.")
+
+
+class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
+    """One session of one tenant's user."""
+
+    wait_time = between(0.05, 0.5)
+
+    def on_start(self) -> None:
+        """Take a tenant, a user and a topic in turn."""
+        options = self.environment.parsed_options
+        key_files: dict[str, str] = json.loads(options.wisp_keys)
+        number = next(_numbers)
+        tenant = sorted(key_files)[number % len(key_files)]
+        self._model = options.wisp_model
+        self._key = Path(key_files[tenant]).read_text().strip()
+        self._spec = AgentSpec(
+            tenant=tenant, user=f"load-{number % 6}", session_id=f"load-{number}", topic=number % _NUM_TOPICS
+        )
+        self._num_agents = 0
+        self._renew()
+
+    @task(8)  # type: ignore[untyped-decorator]
+    def burst(self) -> None:
+        """Two to six short turns, without a pause."""
+        for _ in range(random.randint(2, 6)):
+            self._turn(self._agent.burst_turn(), "burst turn")
+
+    @task(1)  # type: ignore[untyped-decorator]
+    def long_document(self) -> None:
+        """One turn with a long document in it, and a question about it."""
+        self._renew()
+        self._turn(self._agent.long_turn(_LONG_WORDS), "long turn")
+        self._turn(self._agent.long_turn(30), "follow-up turn")
+        self._renew()
+
+    def _renew(self) -> None:
+        self._num_agents += 1
+        self._agent = Agent(self._spec, task=self._num_agents)
+
+    def _turn(self, turn: Turn, name: str) -> None:
+        """Stream one turn; Locust counts it under ``name``, and its first piece under ``name: first piece``."""
+        body = turn.request(self._model) | {
+            "user": self._spec.user,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {"Authorization": f"Bearer {self._key}", "x-session-id": self._spec.session_id}
+        started_s = time.perf_counter()
+        with self.client.post(
+            "/v1/chat/completions", json=body, headers=headers, name=name, stream=True, catch_response=True
+        ) as response:
+            if response.status_code != 200:
+                response.failure(f"{response.status_code}: {response.text[:200]}")
+                return
+            message = self._read(response, name, started_s)
+            if message is None:
+                response.failure("the stream ended early")
+                return
+            response.success()
+        self._agent.take(message)
+
+    def _read(self, response: Any, name: str, started_s: float) -> dict[str, Any] | None:
+        """The assistant's message, or None when the stream did not end as it should."""
+        text, calls, usage = "", dict[int, dict[str, Any]](), None
+        is_first = True
+        for line in response.iter_lines(decode_unicode=True):
+            if not line.startswith("data: "):
+                continue
+            if is_first:
+                self._fire_first_piece(name, started_s)
+                is_first = False
+            if line == "data: [DONE]":
+                break
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return None
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                text += choice["delta"].get("content") or ""
+                _add_calls(calls, choice["delta"].get("tool_calls") or ())
+        if usage is None:
+            return None
+        if usage["total_tokens"] > _MAX_CONTEXT_TOKENS:
+            self._renew()
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
+
+    def _fire_first_piece(self, name: str, started_s: float) -> None:
+        environment: Environment = self.environment
+        environment.events.request.fire(
+            request_type="TTFT",
+            name=f"{name}: first piece",
+            response_time=(time.perf_counter() - started_s) * 1000,
+            response_length=0,
+            exception=None,
+            context={},
+        )
+
+
+def _add_calls(calls: dict[int, dict[str, Any]], parts: Any) -> None:
+    for part in parts:
+        function = part.get("function") or {}
+        call = calls.setdefault(
+            part["index"], {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        )
+        call["id"] = part.get("id") or call["id"]
+        call["function"]["name"] = function.get("name") or call["function"]["name"]
+        call["function"]["arguments"] += function.get("arguments") or ""

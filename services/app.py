@@ -1,0 +1,192 @@
+"""The whole service: embedded Valkey, a Ray cluster of its own, and the Serve applications, started and stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import ray
+from ray import serve
+
+from services.config import ServiceConfig
+from services.embedded_valkey import EmbeddedValkey
+from services.ingress.app import build_ingress
+from services.ingress.placement import RouterConfig
+from services.policy.deployment import build_policy_service
+from services.replica.deployment import build_replica
+from services.secret_files import ServiceSecrets, secret_path, tenant_specs
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.store.redis_store import RedisStore
+
+logger = logging.getLogger(__name__)
+
+ROUTER_CLASS = "services.ingress.router.WispRouter"
+_OBJECT_STORE_BYTES = 100 << 20
+"""Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
+_SPARE_CPUS = 2
+READY_TIMEOUT_S = 300.0
+
+
+class Service:
+    """Starts everything on entry and stops everything on exit, in reverse order. Use it in the main thread."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        """Nothing is started yet; secrets and tenant keys that do not exist are created."""
+        self.config = config
+        self.secrets = ServiceSecrets.load(config.state_dir)
+        self._tenants = tenant_specs(config)
+        self.valkey: EmbeddedValkey | None = None
+        self._redis_url = config.redis.url or ""
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    def store(self) -> RedisStore:
+        """A new client of the service's store, for the event loop that uses it."""
+        return RedisStore(
+            self._redis_url, self.config.name, password=self._redis_password, timeout_s=self.config.redis.timeout_s
+        )
+
+    def __enter__(self) -> Self:
+        """Return when every replica serves. Raises ConfigurationError."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop what runs; safe to call twice."""
+        (self.config.state_dir / "service.json").unlink(missing_ok=True)
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+        if self.valkey is not None:
+            self.valkey.stop()
+
+    async def broadcast(self, method: str, timeout_s: float = 10.0) -> list[Any]:
+        """What every replica answers to ``method``, in no order."""
+        handle = serve.get_deployment_handle("Replica", self.config.name)
+        answers: list[Any] = await handle.broadcast(method).results_async(timeout_s=timeout_s)
+        return answers
+
+    def tend(self) -> None:
+        """Restart the embedded Valkey if it has died; call this again and again."""
+        if self.valkey is not None:
+            self.valkey.ensure_running()
+
+    @property
+    def _redis_password(self) -> str | None:
+        """Of the embedded server; a configured URL carries its own."""
+        return None if self.config.redis.url else self.secrets.redis_password
+
+    def _start(self) -> None:
+        if self.config.redis.url is None:
+            self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
+            self.valkey.start()
+            self._redis_url = self.valkey.url
+        self._start_ray()
+        self.run_policy()
+        serve.run(self._application(), name=self.config.name, route_prefix="/")
+        self._wait_ready()
+        self._publish()
+
+    def _start_ray(self) -> None:
+        replica = self.config.replica
+        num_cpus = max(os.cpu_count() or 1, int(replica.count * replica.num_cpus + _SPARE_CPUS + 0.999))
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,  # Ray's bookkeeping, not a limit.
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(
+            http_options={"host": self.config.http.host, "port": self.config.http.port},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+
+    def run_policy(self) -> None:
+        """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
+        policy = build_policy_service(self.config, self._redis_url, self._redis_password)
+        serve.run(policy, name=self.policy_app, route_prefix=None)
+
+    @property
+    def policy_app(self) -> str:
+        """Name of the policy service's application."""
+        return f"{self.config.name}-policy"
+
+    def _application(self) -> serve.Application:
+        is_embedded = self.config.redis.url is None
+        router = RouterConfig.of(
+            self.config, self._redis_url, secret_path(self.config.state_dir, "redis") if is_embedded else None
+        )
+        replica = build_replica(
+            self.config,
+            self._redis_url,
+            self._redis_password,
+            request_router_class=ROUTER_CLASS,
+            request_router_kwargs=router.kwargs(),
+        )
+        return build_ingress(
+            self.config,
+            self._redis_url,
+            replica,
+            policy_app=self.policy_app,
+            redis_password=self._redis_password,
+            admin_key=self.secrets.admin_key,
+            cache_salt_key=self.secrets.cache_salt_key,
+            tenants=self._tenants,
+        )
+
+    def _wait_ready(self) -> None:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            try:
+                response = httpx.get(f"{self.url}/readyz", timeout=5)
+            except httpx.TransportError as error:
+                last = str(error)
+            else:
+                if response.status_code == 200:
+                    return
+                last = response.text
+            if time.monotonic() > deadline_s:
+                raise EngineUnavailableError(f"not ready after {READY_TIMEOUT_S:g} s: {last}")
+            time.sleep(0.2)
+
+    def _publish(self) -> None:
+        """Tell ``wisp status`` and ``wisp load`` where the service is."""
+        facts = {
+            "url": self.url,
+            "pid": os.getpid(),
+            "model": self.config.model.name,
+            "key_files": {
+                one.tenant_id: str(one.key_file.resolve()) for one in self.config.tenants if one.key_file is not None
+            },
+        }
+        (self.config.state_dir / "service.json").write_text(json.dumps(facts) + "\n")
+
+
+def read_service_file(state_dir: Path) -> dict[str, Any]:
+    """What a running service has published. Raises ConfigurationError when none runs there."""
+    try:
+        facts: dict[str, Any] = json.loads((state_dir / "service.json").read_text())
+    except OSError as error:
+        raise ConfigurationError(f"no service runs with state_dir {state_dir}: start one with `wisp serve`") from error
+    return facts

@@ -1,0 +1,119 @@
+"""``wisp load``: Locust against a running service, with the service's own figures beside Locust's."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from services.app import Service, read_service_file
+
+LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Series of ``/metrics`` that a load run changes, summed over all their labels but the ones named."""
+
+    values: dict[str, float]
+
+    @classmethod
+    def read(cls, url: str) -> Counters:
+        """Read the page of the service at ``url``."""
+        page = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return cls(values)
+
+    def since(self, before: Counters, name: str) -> float:
+        """How much ``name`` has grown."""
+        return self.values.get(name, 0.0) - before.values.get(name, 0.0)
+
+
+def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool) -> int:
+    """Run Locust headless and print the summary; the exit code is Locust's: 1 if any turn failed."""
+    with ExitStack() as stack:
+        if is_own_service:
+            from services.demo.run import prepare_demo
+
+            config = prepare_demo("mv_wsa")
+            stack.enter_context(Service(config))
+            state_dir = config.state_dir
+        facts = read_service_file(state_dir)
+        before = Counters.read(facts["url"])
+        code, rows = _run_locust(facts, users, run_time)
+        after = Counters.read(facts["url"])
+    _print_summary(rows, after, before)
+    return code
+
+
+def _run_locust(facts: dict[str, Any], users: int, run_time: str) -> tuple[int, list[dict[str, str]]]:
+    # Its own process: Locust patches the standard library for gevent at import.
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary"]
+        command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", run_time, "--stop-timeout", "60"]
+        command += ["--host", facts["url"], "--csv", f"{directory}/load", "--loglevel", "WARNING"]
+        command += ["--wisp-model", facts["model"], "--wisp-keys", json.dumps(facts["key_files"])]
+        done = subprocess.run(command, check=False)
+        try:
+            with (Path(directory) / "load_stats.csv").open(newline="") as file:
+                return done.returncode, list(csv.DictReader(file))
+        except FileNotFoundError:
+            return done.returncode or 1, []
+
+
+def _print_summary(rows: list[dict[str, str]], after: Counters, before: Counters) -> None:
+    console = Console()
+    table = Table(title="Clients (Locust)")
+    for name in ("what", "requests", "failures", "median, ms", "95 %, ms", "per s"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(
+            f"{row['Type']} {row['Name']}".strip(),
+            row["Request Count"],
+            row["Failure Count"],
+            row["50%"],
+            row["95%"],
+            f"{float(row['Requests/s']):.2f}",
+        )
+    console.print(table)
+    table = Table(title="Service (/metrics, change over the run)")
+    table.add_column("series")
+    table.add_column("value", justify="right")
+    for name, value in _service_figures(after, before):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _service_figures(after: Counters, before: Counters) -> list[tuple[str, str]]:
+    def grown(name: str) -> float:
+        return after.since(before, name)
+
+    hits, misses = grown("wisp_replica_expert_hits_total"), grown("wisp_replica_expert_misses_total")
+    return [
+        ("HTTP requests at the replicas", f"{grown('wisp_replica_turns_total'):.0f}"),
+        ("prompt tokens", f"{grown('vllm:prompt_tokens_total'):.0f}"),
+        ("generated tokens", f"{grown('vllm:generation_tokens_total'):.0f}"),
+        ("prefix cache hit tokens", f"{grown('vllm:prefix_cache_hits_total'):.0f}"),
+        ("preemptions", f"{grown('vllm:num_preemptions_total'):.0f}"),
+        ("expert hits", f"{hits:.0f}"),
+        ("expert misses", f"{misses:.0f}"),
+        ("expert hit rate", f"{hits / (hits + misses):.1%}" if hits + misses else "none used"),
+        ("expert bytes copied, MiB", f"{grown('wisp_replica_expert_copied_bytes_total') / 2**20:.1f}"),
+        ("bytes resized, MiB", f"{grown('wisp_replica_resized_bytes_total') / 2**20:.1f}"),
+        ("engine restarts", f"{grown('wisp_replica_engine_restarts_total'):.0f}"),
+    ]

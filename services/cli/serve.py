@@ -1,0 +1,63 @@
+"""``wisp serve``: one service in the foreground."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from services.app import Service
+from services.config import ServiceConfig
+
+_TEND_PERIOD_S = 0.5
+
+
+def load_config(path: Path, redis_url: str | None = None) -> ServiceConfig:
+    """The configuration in ``path``, with another Redis if one is given. Raises ConfigurationError."""
+    config = ServiceConfig.load(path)
+    if redis_url is None:
+        return config
+    return config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_url})})
+
+
+def serve_until_stopped(path: Path, redis_url: str | None) -> None:
+    """Serve until SIGINT or SIGTERM, then stop cleanly. Raises ConfigurationError."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = load_config(path, redis_url)
+    stopped = catch_stop_signals()
+    typer.echo(f"wisp: starting {config.replica.count} replicas of {config.model.name}", err=True)
+    with Service(config) as service:
+        announce(service)
+        while not stopped.wait(_TEND_PERIOD_S):
+            service.tend()
+        typer.echo("wisp: stopping", err=True)
+
+
+def catch_stop_signals() -> threading.Event:
+    """The event that SIGINT or SIGTERM sets; a second one interrupts as usual."""
+    stopped = threading.Event()
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        stopped.set()
+        signal.signal(signum, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopped
+
+
+def announce(service: Service) -> None:
+    """Print where the service is and a line to talk to it."""
+    key_file = next((tenant.key_file for tenant in service.config.tenants if tenant.key_file is not None), None)
+    key = f'"$(cat {key_file})"' if key_file is not None else "KEY"
+    body = f'{{"model": "{service.config.model.name}", "messages": [{{"role": "user", "content": "hello"}}]}}'
+    typer.echo(f"wisp: serving at {service.url}/v1", err=True)
+    typer.echo(
+        f"curl {service.url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-H 'Authorization: Bearer '{key} -d '{body}'",
+        err=True,
+    )

@@ -1,0 +1,141 @@
+"""Runs the phases of the demo: concurrent agent sessions of three tenants, each through its own OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from openai import AsyncOpenAI
+
+from services.demo.client import TurnResult, stream_turn
+from services.demo.identity import RecordedTurn
+from services.demo.workload import Agent, AgentSpec, Turn
+from services.ingress.sessions import SESSION_HEADER
+
+
+class Phase(StrEnum):
+    """A kind of work."""
+
+    BURSTS = "bursts"
+    LONG = "long contexts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSettings:
+    """How much is done."""
+
+    burst_s: float = 28.0
+    """A burst phase lasts this long; each agent starts its next turn at once or after a short pause."""
+    burst_pause_s: float = 0.1
+    burst_sessions_per_user: int = 2
+    burst_context_tokens: int = 900
+    """An agent whose context is longer starts a new conversation, as agents do between tasks."""
+    long_s: float = 28.0
+    long_document_words: int = 2400
+    long_followup_words: int = 120
+    long_followups: int = 2
+    long_sessions_per_user: int = 1
+
+
+@dataclass
+class SessionFigures:
+    """What one session saw."""
+
+    spec: AgentSpec
+    results: list[TurnResult] = field(default_factory=list)
+    num_tasks: int = 0
+
+    @property
+    def num_failed(self) -> int:
+        """Turns without a complete answer."""
+        return sum(result.error is not None for result in self.results)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        """Mean time to the first content."""
+        times = [result.ttft_s for result in self.results if result.ttft_s is not None]
+        return sum(times) / len(times) if times else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed of one stream: tokens after the first, per second."""
+        tokens = sum(max(0, result.completion_tokens - 1) for result in self.results)
+        seconds = sum(result.decode_s for result in self.results)
+        return tokens / seconds if seconds > 0 else 0.0
+
+
+class Driver:
+    """Drives sessions and keeps what they saw."""
+
+    def __init__(self, clients: dict[str, AsyncOpenAI], model: str, settings: WorkloadSettings) -> None:
+        self._clients = clients
+        self._model = model
+        self._settings = settings
+        self.sessions: dict[str, SessionFigures] = {}
+        self.recorded: list[RecordedTurn] = []
+
+    @property
+    def num_turns(self) -> int:
+        """Turns so far."""
+        return sum(len(figures.results) for figures in self.sessions.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Turns so far without a complete answer."""
+        return sum(figures.num_failed for figures in self.sessions.values())
+
+    async def run(self, phase: Phase, label: str) -> None:
+        """Run one phase to its end; every session gets at least one turn."""
+        settings = self._settings
+        is_burst = phase is Phase.BURSTS
+        specs = self._specs(phase, settings.burst_sessions_per_user if is_burst else settings.long_sessions_per_user)
+        deadline_s = time.monotonic() + (settings.burst_s if is_burst else settings.long_s)
+        play = self._play_bursts if is_burst else self._play_long
+        async with asyncio.TaskGroup() as group:
+            for spec in specs:
+                group.create_task(play(spec, label, deadline_s))
+
+    def _specs(self, phase: Phase, sessions_per_user: int) -> list[AgentSpec]:
+        """Two users per tenant, each with a topic of its own."""
+        kind = "burst" if phase is Phase.BURSTS else "long"
+        return [
+            AgentSpec(tenant=tenant, user=f"user-{user}", session_id=f"{kind}-{user}-{number}", topic=2 * index + user)
+            for index, tenant in enumerate(self._clients)
+            for user in range(2)
+            for number in range(sessions_per_user)
+        ]
+
+    async def _play_bursts(self, spec: AgentSpec, label: str, deadline_s: float) -> None:
+        agent, context_tokens = self._new_agent(spec), 0
+        while time.monotonic() < deadline_s:
+            if context_tokens > self._settings.burst_context_tokens:
+                agent = self._new_agent(spec)
+            result = await self._turn(agent, agent.burst_turn(), label)
+            context_tokens = result.prompt_tokens + result.completion_tokens
+            await asyncio.sleep(self._settings.burst_pause_s)
+
+    async def _play_long(self, spec: AgentSpec, label: str, deadline_s: float) -> None:
+        settings = self._settings
+        while time.monotonic() < deadline_s:
+            agent = self._new_agent(spec)
+            await self._turn(agent, agent.long_turn(settings.long_document_words), label)
+            for _ in range(settings.long_followups):
+                await self._turn(agent, agent.long_turn(settings.long_followup_words), label)
+
+    def _new_agent(self, spec: AgentSpec) -> Agent:
+        figures = self.sessions.setdefault(f"{spec.tenant}/{spec.user}/{spec.session_id}", SessionFigures(spec))
+        figures.num_tasks += 1
+        return Agent(spec, task=figures.num_tasks)
+
+    async def _turn(self, agent: Agent, turn: Turn, label: str) -> TurnResult:
+        spec = agent.spec
+        result = await stream_turn(
+            self._clients[spec.tenant], self._model, turn, {SESSION_HEADER: spec.session_id}, spec.user
+        )
+        self.sessions[f"{spec.tenant}/{spec.user}/{spec.session_id}"].results.append(result)
+        if result.error is None:
+            agent.take(result.answer)
+            self.recorded.append(RecordedTurn(label, spec.tenant, turn))
+        return result

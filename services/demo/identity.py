@@ -1,0 +1,97 @@
+"""Replays recorded prompts on a live paged replica and on an engine with all experts, and compares every token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from services.config import ServiceConfig
+from services.demo.workload import Turn
+from services.ingress.sessions import SALT_HEADER, SESSION_HEADER
+
+REPLAY_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A turn that was answered, with where it came from."""
+
+    phase: str
+    tenant: str
+    turn: Turn
+
+    def request(self, model: str) -> dict[str, Any]:
+        """The same prompt, sampled freely: a forced tool call would compare only what is not forced."""
+        fields = self.turn.request(model)
+        fields.pop("tool_choice", None)
+        return fields | {"max_tokens": REPLAY_TOKENS}
+
+
+def pick(recorded: Sequence[RecordedTurn], num_samples: int) -> list[RecordedTurn]:
+    """``num_samples`` turns spread evenly over phases and tenants, the longest prompts of each group among them."""
+    groups: dict[tuple[str, str], list[RecordedTurn]] = defaultdict(list)
+    for turn in recorded:
+        groups[turn.phase, turn.tenant].append(turn)
+    for turns in groups.values():
+        turns.sort(key=lambda turn: len(str(turn.turn.messages)), reverse=True)
+    picked: list[RecordedTurn] = []
+    while len(picked) < num_samples and any(groups.values()):
+        for turns in groups.values():
+            if turns:
+                # From both ends in turn, so that long and short prompts come.
+                picked.append(turns.pop(0 if len(picked) // len(groups) % 2 == 0 else -1))
+    return picked[:num_samples]
+
+
+async def replay_live(
+    clients: dict[str, AsyncOpenAI], model: str, samples: Sequence[RecordedTurn]
+) -> list[list[list[Any]]]:
+    """``[token text, log-probability]`` of each answer; one at a time, each with a salt nobody has used."""
+    answers = []
+    for sample in samples:
+        completion = await clients[sample.tenant].chat.completions.create(
+            **sample.request(model),
+            logprobs=True,
+            extra_headers={SESSION_HEADER: "identity", SALT_HEADER: uuid.uuid4().hex},
+        )
+        content = completion.choices[0].logprobs.content
+        answers.append([[token.token, token.logprob] for token in content])
+    return answers
+
+
+async def answer_resident(
+    config: ServiceConfig, samples: Sequence[RecordedTurn], directory: Path
+) -> list[list[list[Any]]]:
+    """The same prompts on an engine that holds every expert. Raises RuntimeError with its last words if it fails."""
+    engine_args = dict(config.replica.engine) | {"kv_cache_memory_bytes": config.replica.vram_budget_bytes}
+    files = [directory / name for name in ("engine-args.json", "prompts.json", "answers.json")]
+    files[0].write_text(json.dumps(engine_args))
+    files[1].write_text(json.dumps([sample.request(config.model.name) for sample in samples]))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.demo.reference",
+        config.model.path,
+        *map(str, files),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"the resident engine failed: {output.decode(errors='replace')[-2000:]}")
+    answers: list[list[list[Any]]] = json.loads(files[2].read_text())
+    return answers
+
+
+def count_mismatches(live: Sequence[list[list[Any]]], resident: Sequence[list[list[Any]]]) -> int:
+    """Answers that differ in any token or log-probability."""
+    return sum(a != b for a, b in zip(live, resident, strict=True))

@@ -1,0 +1,60 @@
+"""The one file that reads or sets environment variables: what Ray, Serve and vLLM take only from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.config import ServiceConfig
+
+_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # No token file under the home directory; the cluster of `wisp serve` listens on loopback.
+    "RAY_AUTH_MODE": "disabled",
+    # Ray would hide the GPUs of a process that asks for none, and warns that it does.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_VLLM = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    # The replica lives on when its engine dies: it restarts it.
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_VLLM_CPU = {
+    # "auto" pins the workers of several replicas to the same core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # The pools come from the arena; this only satisfies vLLM's own check of the CPU's memory.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def prepare_driver() -> None:
+    """Set what must hold before Ray is imported or started; what the operator has set stays."""
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_environment(*, is_cpu: bool, is_local_model: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables of a process that runs vLLM: defaults, then the operator's environment, then ``extra``."""
+    defaults = _VLLM | (_VLLM_CPU if is_cpu else {}) | (_OFFLINE if is_local_model else {})
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | dict(extra or {})
+
+
+def replica_environment(config: ServiceConfig) -> dict[str, str]:
+    """Variables of every replica of ``config``."""
+    return engine_environment(
+        is_cpu=config.replica.num_gpus == 0,
+        is_local_model=Path(config.model.path).is_dir(),
+        extra=config.replica.env,
+    )
+
+
+def set_in_this_process(variables: Mapping[str, str]) -> None:
+    """For a process that builds an engine itself; call it before vLLM is imported."""
+    os.environ.update(variables)

@@ -1,0 +1,206 @@
+"""The replica as a Ray Serve deployment: one paged vLLM engine, its OpenAI API by handle, and the tasks around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from services.config import ReplicaSettings, ServiceConfig
+from services.environment import replica_environment
+from services.replica.asgi import AsgiRequest, ResponseHead
+from services.replica.metrics import ReplicaMetrics
+from services.replica.reporter import Reporter
+from services.replica.resizing import PlanFollower
+from services.replica.state import ReplicaState
+from services.replica.supervisor import Supervisor
+from wisp_core.errors import EngineUnavailableError
+from wisp_core.settings import WispSettings
+from wisp_core.store.redis_store import RedisStore
+
+logger = logging.getLogger(__name__)
+
+SESSION_FIELD = "wisp_session"
+"""Entry of the body's ``vllm_xargs`` that tells the engine whose tokens these are."""
+
+
+class Replica:
+    """One engine and its reporter, plan follower and supervisor, all in one event loop."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: dict[str, Any], redis_url: str, redis_password: str | None
+    ) -> None:
+        """Start the engine, 20 to 60 s. ``config`` is a ServiceConfig as JSON. Raises ConfigurationError."""
+        # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
+        from wisp_core.engine.engine import WispEngine
+
+        service = ServiceConfig.model_validate(config)
+        replica_id = serve.get_replica_context().replica_tag
+        engine = await WispEngine.start(
+            model=service.model.path,
+            served_name=service.model.name,
+            engine_args=service.replica.engine,
+            settings=wisp_settings(service.replica),
+            replica_id=replica_id,
+        )
+        store = RedisStore(redis_url, service.name, password=redis_password, timeout_s=service.redis.timeout_s)
+        self._state = ReplicaState(
+            replica_id=replica_id, engine=engine, store=store, metrics=ReplicaMetrics(replica_id)
+        )
+        self._store = store
+        reporter = Reporter(self._state, service.replica.snapshot_period_s)
+        self._tasks = [
+            asyncio.create_task(reporter.run(), name="wisp-reporter"),
+            asyncio.create_task(PlanFollower(self._state).run(), name="wisp-plan-follower"),
+            asyncio.create_task(Supervisor(self._state).run(), name="wisp-supervisor"),
+        ]
+
+    async def http(
+        self,
+        *,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        method: str = "POST",
+        session_key: str = "",
+        **routing: Any,
+    ) -> AsyncGenerator[dict[str, Any] | bytes, None]:
+        """Answer one OpenAI request: ``{"status", "headers", "replica_id"}``, then the body in pieces as they come.
+
+        ``routing`` is for the router only. Raises EngineUnavailableError when the engine is gone; if nothing was
+        yielded yet, the caller may try elsewhere.
+        """
+        if not self._state.can_serve:
+            raise EngineUnavailableError("this replica's engine is being restarted")
+        ended, started_s = self._state.engine_ended, time.monotonic()
+        body = with_session(body, session_key) if session_key and method == "POST" else body
+        request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)
+        head: ResponseHead | None = None
+        first_piece_s: float | None = None
+        async with contextlib.aclosing(request.stream(until=ended)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, ResponseHead):
+                    head = piece
+                    # Comes together with the first piece, which may be vLLM's words for a dead engine.
+                    if head.status >= 500 and self._state.engine.is_dead:
+                        break
+                    continue
+                if first_piece_s is None:
+                    if self._state.engine.is_dead:
+                        break
+                    assert head is not None, "an ASGI app sends its head first"
+                    first_piece_s = time.monotonic() - started_s
+                    yield self._head(head)
+                yield piece
+        if ended.is_set() or (first_piece_s is None and self._state.engine.is_dead):
+            self._state.metrics.count_turn(0, first_piece_s)
+            raise EngineUnavailableError("the engine ended during this turn")
+        if first_piece_s is None and head is not None:
+            yield self._head(head)
+        self._state.metrics.count_turn(head.status if head else 0, first_piece_s)
+
+    def _head(self, head: ResponseHead) -> dict[str, Any]:
+        return {"status": head.status, "headers": head.headers, "replica_id": self._state.replica_id}
+
+    async def scrape(self) -> str:
+        """Own and vLLM's metrics in Prometheus text format, labelled ``replica=``."""
+        return self._state.metrics.scrape()
+
+    async def health(self) -> dict[str, Any]:
+        """``replica_id``, and whether its engine serves (``is_healthy``)."""
+        return {"replica_id": self._state.replica_id, "is_healthy": self._state.can_serve}
+
+    async def pids(self) -> dict[str, Any]:
+        """``replica_id``, this process's ``pid`` and the engine's ``engine_pids``."""
+        return {
+            "replica_id": self._state.replica_id,
+            "pid": os.getpid(),
+            "engine_pids": self._state.engine.engine_pids(),
+        }
+
+    async def check_integrity(self) -> str:
+        """The replica's id, if free + used = total everywhere. Raises IntegrityError."""
+        await self._state.engine.check_integrity()
+        return self._state.replica_id
+
+    async def check_health(self) -> None:
+        """Raises what ended one of the tasks, so that Serve replaces this process; a restarting engine is no reason."""
+        for task in self._tasks:
+            if task.done():
+                error = None if task.cancelled() else task.exception()
+                raise RuntimeError(f"{task.get_name()} has ended") from error
+
+    async def __del__(self) -> None:
+        """Serve calls and awaits this when the replica stops."""
+        if not hasattr(self, "_tasks"):
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._state.engine.shutdown()
+        await self._store.close()
+        self._state.metrics.close()
+
+
+def with_session(body: bytes, session_key: str) -> bytes:
+    """The JSON object ``body`` with the session's key where the engine looks for it; other bodies as they are."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(fields, dict):
+        return body
+    arguments = fields.get("vllm_xargs")
+    fields["vllm_xargs"] = {**(arguments if isinstance(arguments, dict) else {}), SESSION_FIELD: session_key}
+    return json.dumps(fields).encode()
+
+
+def wisp_settings(replica: ReplicaSettings) -> WispSettings:
+    """What the engine needs of a replica's settings."""
+    return WispSettings(
+        cap=replica.initial_cap,
+        vram_budget_bytes=replica.vram_budget_bytes,
+        activation_bytes=replica.activation_bytes,
+        min_cap=replica.min_cap,
+        emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
+        drain_timeout_s=replica.drain_timeout_s,
+    )
+
+
+def build_replica(
+    config: ServiceConfig,
+    redis_url: str,
+    redis_password: str | None,
+    *,
+    request_router_class: str,
+    request_router_kwargs: dict[str, Any],
+) -> serve.Application:
+    """The deployment for ``config``, to be bound into the service's application."""
+    replica = config.replica
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=replica.count,
+        max_ongoing_requests=replica.max_ongoing_turns,
+        health_check_period_s=1.0,
+        health_check_timeout_s=60.0,
+        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        request_router_config=RequestRouterConfig(
+            request_router_class=request_router_class, request_router_kwargs=request_router_kwargs
+        ),
+        ray_actor_options={
+            "num_cpus": replica.num_cpus,
+            "num_gpus": replica.num_gpus,
+            "runtime_env": {"env_vars": replica_environment(config)},
+        },
+    )
+    return deployment.bind(config.model_dump(mode="json"), redis_url, redis_password)

@@ -1,0 +1,82 @@
+"""Secrets of one service: files in its state directory that only the operator can read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.config import ServiceConfig, TenantSettings
+from wisp_core.contracts import TenantSpec
+from wisp_core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSecrets:
+    """What the parts of a service must know and nobody else."""
+
+    admin_key: str
+    cache_salt_key: str
+    redis_password: str
+
+    @classmethod
+    def load(cls, state_dir: Path) -> ServiceSecrets:
+        """Read the secrets below ``state_dir``, and create those that are missing."""
+        return cls(
+            admin_key=read_or_create(secret_path(state_dir, "admin")),
+            cache_salt_key=read_or_create(secret_path(state_dir, "cache-salt")),
+            redis_password=read_or_create(secret_path(state_dir, "redis")),
+        )
+
+
+def secret_path(state_dir: Path, name: str) -> Path:
+    """File of the secret ``name``: ``admin``, ``cache-salt`` or ``redis``."""
+    return state_dir.resolve() / "secrets" / f"{name}.key"
+
+
+def read_or_create(path: Path) -> str:
+    """The secret in ``path``; a new one is written, mode 0600, if there is none. Raises ConfigurationError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            _write_new(path, secrets.token_urlsafe(32))
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    if not secret:
+        raise ConfigurationError(f"{path} is empty: delete it, or write the secret into it")
+    return secret
+
+
+def _write_new(path: Path, secret: str) -> None:
+    # Linked into place when complete, so that two processes that start at once agree on one secret.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secret + "\n")
+    try:
+        path.hardlink_to(draft)
+    finally:
+        draft.unlink()
+
+
+def tenant_spec(tenant: TenantSettings) -> TenantSpec:
+    """What the store keeps of a declared tenant; a missing key file is created."""
+    key_sha256 = tenant.key_sha256
+    if tenant.key_file is not None:
+        key_sha256 = hashlib.sha256(read_or_create(tenant.key_file).encode()).hexdigest()
+    assert key_sha256 is not None, "TenantSettings has exactly one of key_sha256 and key_file"
+    return TenantSpec(
+        tenant_id=tenant.tenant_id,
+        key_sha256=(key_sha256,),
+        requests_per_minute=tenant.requests_per_minute,
+        tokens_per_minute=tenant.tokens_per_minute,
+        max_concurrent_turns=tenant.max_concurrent_turns,
+    )
+
+
+def tenant_specs(config: ServiceConfig) -> list[TenantSpec]:
+    """Every tenant that the configuration declares."""
+    return [tenant_spec(tenant) for tenant in config.tenants]
