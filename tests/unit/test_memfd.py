@@ -88,7 +88,7 @@ def test_refused_pages_leave_everything_as_it_was(monkeypatch: pytest.MonkeyPatc
         allocate(fd, start, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse_the_end)
-    with pytest.raises(MemoryError, match="region 'unit-h': .* refused: Cannot allocate memory"):
+    with pytest.raises(MemoryError, match=r"region 'unit-h': .* refused: Cannot allocate memory"):
         region.back([(0, 4 * PAGE), (6 * PAGE, 8 * PAGE), (8 * PAGE, 16 * PAGE)])
     assert region.resident_bytes() == region.backed_bytes() == PAGE
     assert region.tensor()[0] == 5

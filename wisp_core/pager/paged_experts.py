@@ -9,13 +9,13 @@ The paged body is one opaque custom op, because on CPU vLLM traces this layer in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -33,7 +33,7 @@ from wisp_core.pager.registry import set_current_pager
 from wisp_core.pager.support import refuse_unsupported
 from wisp_core.settings import WispSettings
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 
 class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]

@@ -50,16 +50,15 @@ def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
 
 
 def _kernel(quant_method: Any) -> list[str]:
-    reasons = []
     # By name: a quantized method may well be a subclass.
     if type(quant_method).__name__ != "UnquantizedFusedMoEMethod":
-        reasons.append(
+        return [
             f"quantization by {type(quant_method).__name__}: untested with paging; use an unquantized checkpoint and "
             "no --quantization"
-        )
+        ]
     if quant_method.is_monolithic:
-        reasons.append("the MoE kernel routes by itself (monolithic): set --moe-backend triton")
-    return reasons
+        return ["the MoE kernel routes by itself (monolithic): set --moe-backend triton"]
+    return []
 
 
 def _features(vllm_config: Any) -> list[str]:
