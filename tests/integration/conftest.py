@@ -124,6 +124,8 @@ def ray_serve() -> Iterator[int]:
         log_to_driver=False,
         logging_level="ERROR",
         namespace="wisp-tests",
+        # Deployment classes of test modules travel by name.
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
     )
     serve.start(
         http_options={"host": "127.0.0.1", "port": port},
