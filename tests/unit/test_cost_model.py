@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -68,8 +68,24 @@ def test_half_the_demanded_blocks_halve_the_batch_and_double_the_steps() -> None
     model = CostModel.from_snapshot(snapshot)
     full, half = model.terms(Split(cap=4, kv_blocks=80)), model.terms(Split(cap=4, kv_blocks=40))
     assert half.decode_compute_s == pytest.approx(2 * full.decode_compute_s)
-    # 600 distinct in 100 steps of 2 layers and 2 tokens: 3 experts where one token has 2, so γ = log2(1.5).
-    assert half.decode_link_s == pytest.approx(2 * 0.5 ** math.log2(1.5) * full.decode_link_s)
+    # 600 distinct in 100 steps of 2 layers and 2 tokens: 3 experts where one token has 2, so γ = log2(1.5), u = 1/1.5.
+    # The curve 8 - C at C · 1.5 = 6, two thirds of it, twice as often.
+    assert half.decode_link_s == pytest.approx(20 * (8 - 6) / 1.5 * COPY_S)
+
+
+def test_a_larger_batch_outgrows_the_cap() -> None:
+    cliff = (8.0, 8.0, 8.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # what one step needs now just fits 4 slots
+    snapshot = make_snapshot(
+        kv=KvDemand(mean_turns=2, demand_blocks=80),
+        split=Split(cap=4, kv_blocks=40),
+        decode_misses_by_cap=cliff,
+    )
+    model = CostModel.from_snapshot(snapshot)
+    now, doubled = model.terms(snapshot.split), model.terms(Split(cap=4, kv_blocks=80))
+    assert now.decode_link_s == 0.0
+    # u = 1.5: the curve at 4 / 1.5 = 2.67 slots is 8 - 2 · 0.67, a half more of it, half as often.
+    assert doubled.decode_link_s == pytest.approx(5 * 1.5 * (8 - 2 * 2 / 3) * COPY_S)
+    assert model.terms(Split(cap=6, kv_blocks=80)).decode_link_s == 0.0
 
 
 def test_more_kv_than_demanded_changes_nothing() -> None:
@@ -122,7 +138,7 @@ def test_a_busy_replica_lacks_nothing() -> None:
     reuse=st.lists(st.tuples(st.integers(0, 200), st.floats(0, 1e4)), max_size=5),
     distinct=st.integers(0, 2000),
 )
-def test_cost_never_grows_with_kv(
+def test_prefills_and_steps_never_grow_with_kv(
     demand: int, now: int, blocks: tuple[int, int], reuse: list[tuple[int, float]], distinct: int
 ) -> None:
     bins = tuple(ReuseBin(blocks=b, turns_per_s=1, tokens_per_s=t) for b, t in sorted(reuse))
@@ -132,5 +148,20 @@ def test_cost_never_grows_with_kv(
         decode=PagerCounts(steps=100, tokens=400, distinct=distinct, seconds=2.0, link_seconds=1.0),
     )
     model = CostModel.from_snapshot(snapshot)
-    less, more = sorted(blocks)
-    assert model.cost(Split(cap=3, kv_blocks=more)) <= model.cost(Split(cap=3, kv_blocks=less)) * (1 + 1e-12)
+    less, more = (model.terms(Split(cap=3, kv_blocks=b)) for b in sorted(blocks))
+    assert more.prefill_link_s <= less.prefill_link_s
+    assert more.prefill_compute_s <= less.prefill_compute_s
+    assert more.decode_compute_s <= less.decode_compute_s
+
+
+@given(st.lists(st.floats(0, 100), min_size=9, max_size=9), st.integers(1, 127), st.integers(0, 127))
+def test_a_flat_or_falling_curve_never_makes_a_larger_cap_cost_more(falls: list[float], now: int, blocks: int) -> None:
+    curve = tuple(sum(falls[cap:]) for cap in range(9))
+    snapshot = make_snapshot(
+        decode_misses_by_cap=curve,
+        split=Split(cap=4, kv_blocks=now),
+        kv=KvDemand(mean_turns=2, demand_blocks=100),
+    )
+    model = CostModel.from_snapshot(snapshot)
+    costs = [model.cost(Split(cap=cap, kv_blocks=blocks)) for cap in range(9)]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(costs))

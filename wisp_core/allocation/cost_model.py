@@ -2,7 +2,7 @@
 
 ::
 
-    cost(C, K) = steps(K)  · (decode_misses(C) · ρ(K)^γ · expert_bytes / B  +  compute seconds per step)
+    cost(C, K) = steps(K)  · (u · decode_misses(C / u) · expert_bytes / B  +  compute seconds per step)
                + tokens(K) · (prefill_misses(C) / tokens per pass · expert_bytes / B  +  compute seconds per token)
 
 C is the cap, K the usable KV blocks, B the link. What depends on K:
@@ -14,7 +14,9 @@ C is the cap, K the usable KV blocks, B the link. What depends on K:
 - Admission. Turns that need ``demand_blocks`` in full run together only as far as K holds them; the others wait or
   are preempted. A smaller batch needs more steps for the same tokens: ``ρ(K)`` is the batch relative to now and
   ``steps(K)`` is the observed rate over ρ. The experts of a batch grow as batch^γ, with γ fitted between one token
-  (top-k) and the observed batch (its distinct experts), so a smaller batch also misses less per step.
+  (top-k) and the observed batch (its distinct experts), so the union is ``u = ρ^γ`` times that of now; the miss curve
+  is taken to keep its shape and to stretch with the union, in slots as well as in misses. So KV has a price of its
+  own: a larger batch can outgrow the cap.
 
 A lost prefix is charged like the prefills measured in the window, per token. A pager that fetches each expert once
 per pass, however long, pays less than that for prefixes shorter than its chunk.
@@ -45,7 +47,7 @@ class CostTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The constants of the formula above. ``terms`` never grows with ``kv_blocks``."""
+    """The constants of the formula above."""
 
     decode_steps_per_s: float
     decode_link_s_by_cap: tuple[float, ...]
@@ -84,7 +86,8 @@ class CostModel:
         batch = self._batch_held(split.kv_blocks) / self._batch_held(self.current_kv_blocks)
         steps_per_s = self.decode_steps_per_s / batch
         prefilled_per_s = self._prefilled_tokens_per_s(split.kv_blocks)
-        link_s = self.decode_link_s_by_cap[split.cap] * batch**self.sharing_exponent
+        union = batch**self.sharing_exponent
+        link_s = union * _interpolate(self.decode_link_s_by_cap, split.cap / union)
         return CostTerms(
             decode_link_s=steps_per_s * link_s,
             decode_compute_s=steps_per_s * self.decode_compute_s_per_step,
@@ -115,6 +118,13 @@ def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
     if snapshot.link_bytes_per_s <= 0:
         return "link speed not measured yet"
     return None
+
+
+def _interpolate(by_cap: tuple[float, ...], cap: float) -> float:
+    """The curve at a cap between two whole ones; its last value beyond the end."""
+    lower = min(int(cap), len(by_cap) - 1)
+    upper = min(lower + 1, len(by_cap) - 1)
+    return by_cap[lower] + (by_cap[upper] - by_cap[lower]) * (min(cap, upper) - lower)
 
 
 def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:

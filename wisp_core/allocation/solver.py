@@ -93,8 +93,9 @@ def clamp(snapshot: ReplicaSnapshot, split: Split) -> Split | None:
 
 
 def solve(snapshot: ReplicaSnapshot, cost: Callable[[Split], float]) -> Solution | None:
-    """The feasible split of least ``cost``, exact if cost never grows with KV blocks; None when nothing is feasible.
+    """The split of least ``cost`` among ``feasible_splits``; None when nothing is feasible.
 
+    Exact over caps with all KV that fits beside each, and so over all pairs where cost never grows with KV blocks.
     Of equal costs the one nearest to the current cap wins, so solving again at the answer changes nothing.
     """
     feasible = feasible_splits(snapshot)
