@@ -49,3 +49,9 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
         "kv_cache_memory_bytes": settings.vram_budget_bytes,
         "additional_config": {"wisp": at_start.model_dump(exclude_none=True)},
     }
+
+
+def resident_engine_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete ``engine_args`` for an engine that holds every expert: the reference of a paged one."""
+    worker = {"worker_cls": "wisp_core.engine.worker.ResidentCPUWorker"} if current_platform.is_cpu() else {}
+    return {"enforce_eager": True, **worker, **engine_args}

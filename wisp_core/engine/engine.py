@@ -247,10 +247,9 @@ class WispEngine:
 
 
 def _build(args: Any) -> AsyncLLM:
-    engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
-        return AsyncLLM.from_engine_args(engine_args)
-    except RuntimeError as error:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+    except (RuntimeError, ValueError) as error:  # a dead engine core, or arguments that vLLM refuses
         raise ConfigurationError(f"the engine did not start, its log names the setting to change: {error}") from error
 
 

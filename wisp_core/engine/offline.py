@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from vllm import LLM, RequestOutput, SamplingParams
 
-from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Split, SplitPlan
-from wisp_core.engine.arguments import paged_engine_args
+from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Signature, Split, SplitPlan
+from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.telemetry import RateWindow, build_snapshot
@@ -34,9 +34,9 @@ class OfflineEngine:
 
     def __init__(self, model: str, engine_args: dict[str, Any], settings: WispSettings | None = None) -> None:
         """Start the engine. Raises ConfigurationError when the budget cannot hold κ_min, with the numbers."""
-        arguments = dict(engine_args) if settings is None else paged_engine_args(engine_args, settings)
+        arguments = resident_engine_args(engine_args) if settings is None else paged_engine_args(engine_args, settings)
         self.incarnation = uuid.uuid4().hex[:12]
-        self.llm = LLM(model=model, **{"enforce_eager": True, **arguments})
+        self.llm = LLM(model=model, **arguments)
         if not hasattr(self.llm.llm_engine.engine_core, "engine_core"):
             self.shutdown()
             raise ConfigurationError("OfflineEngine runs in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0")
@@ -94,6 +94,11 @@ class OfflineEngine:
             plan_revision=resizer.plan_revision,
             is_resizing=False,
         )
+
+    def signatures(self) -> list[Signature]:
+        """Signatures of the keys that decoded since the last call; "" is the whole engine."""
+        self._paged()
+        return _run(self._control.signatures())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when free + used = total fails anywhere."""

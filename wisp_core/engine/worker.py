@@ -17,6 +17,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from wisp_core.contracts import MemoryLayout
+from wisp_core.engine.cpu_seeds import CpuSeedsMixin
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
 from wisp_core.engine.pooled_memory import PooledMemory
@@ -220,7 +221,7 @@ class WispWorkerMixin:
         raise NotImplementedError
 
 
-class WispCPUWorker(WispWorkerMixin, CPUWorker):  # type: ignore[misc]
+class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[misc]
     """On CPU: memfd mappings; a step is over when its call returns."""
 
     def _wisp_backing(self) -> Backing:
@@ -232,6 +233,10 @@ class WispCPUWorker(WispWorkerMixin, CPUWorker):  # type: ignore[misc]
 
     def _wisp_synchronize(self) -> None:
         return
+
+
+class ResidentCPUWorker(CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
+    """vLLM's own worker for an engine that holds every expert, as a reference."""
 
 
 class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
