@@ -100,7 +100,8 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
         """One turn."""
         tenant = await gateway.authenticate(request.headers)
         body = await read_body(request, http.max_body_bytes)
-        reply = await gateway.turn(request.url.path, request.headers, body, tenant)
+        # Not the URL's path: that may start with the prefix of a Serve application.
+        reply = await gateway.turn(request.scope["route"].path, request.headers, body, tenant)
         if isinstance(reply.body, bytes):
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)

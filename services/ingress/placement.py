@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -34,8 +35,10 @@ from wisp_core.working_set.signature import unpack
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
-MAX_REFRESHED_RATES = 512
-"""Use rates re-read per refresh; those used longest ago are dropped and read again when needed."""
+MAX_RATES = 1024
+"""Use rates kept in memory, of replicas, sessions, users and tenants; those used longest ago are dropped."""
+RATES_AGE_S = 5.0
+"""A session's use rates are read again when a turn needs them and they are older."""
 MAX_CONFLICTS = 3
 ValueT = TypeVar("ValueT")
 
@@ -92,6 +95,14 @@ class _Home:
     version: int | None
 
 
+@dataclass(frozen=True)
+class _Rates:
+    """Use rates as they were read; None where nothing is known."""
+
+    value: UseRates | None
+    read_at_s: float
+
+
 def _remember(cache: OrderedDict[str, ValueT], key: str, value: ValueT, limit: int) -> None:
     cache[key] = value
     cache.move_to_end(key)
@@ -107,9 +118,10 @@ class PlacementDirectory:
         self._store = store
         self._config = config
         self._weights = RoutingWeights(migrate_gain_s=config.routing.migrate_gain_s)
+        self._has_read = False
         self._snapshots: dict[str, ReplicaSnapshot] = {}
         self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._rates: OrderedDict[str, UseRates | None] = OrderedDict()
+        self._rates: OrderedDict[str, _Rates] = OrderedDict()
         self._last_prompt_tokens: OrderedDict[str, int] = OrderedDict()
         self._own_turns: Counter[str] = Counter()
         self._mean_turn_s = 1.0
@@ -124,6 +136,9 @@ class PlacementDirectory:
         Without the store the decision stands as it is: the session keeps the home this process knows, or gets the
         one its hash says.
         """
+        if not self._has_read:
+            with contextlib.suppress(StoreUnavailableError):
+                await self.refresh()
         rates = await self._rates_of(turn)
         for _ in range(MAX_CONFLICTS):
             home = self._homes.get(turn.session_key)
@@ -170,7 +185,7 @@ class PlacementDirectory:
         return view_replica(
             replica_id,
             self._snapshots.get(replica_id),
-            self._rates.get(replica_id),
+            self._known_rates(replica_id),
             own_turns=self._own_turns[replica_id],
             mean_turn_s=self._mean_turn_s,
             now_s=time.time(),
@@ -193,35 +208,33 @@ class PlacementDirectory:
             return _Home(decision.chosen, version)
         return _Home(winner.replica_id, winner.version)
 
+    def _known_rates(self, key: str) -> UseRates | None:
+        rates = self._rates.get(key)
+        return None if rates is None else rates.value
+
     async def _rates_of(self, turn: Turn) -> UseRates | None:
         """The session's use rates, else its user's, else its tenant's."""
         keys = [key for key in (turn.session_key, turn.user_key, turn.tenant) if key]
-        unread = [key for key in keys if key not in self._rates]
-        if unread:
-            try:
-                await self._read_rates(unread)
-            except StoreUnavailableError:
-                return None
-        for key in keys:
-            self._rates.move_to_end(key)
-        return next((rates for key in keys if (rates := self._rates[key]) is not None), None)
+        oldest_s = time.monotonic() - RATES_AGE_S
+        if any(key not in self._rates or self._rates[key].read_at_s < oldest_s for key in keys):
+            with contextlib.suppress(StoreUnavailableError):
+                await self._read_rates(keys)
+        return next((rates for key in keys if (rates := self._known_rates(key)) is not None), None)
 
     async def refresh(self) -> None:
-        """Re-read snapshots and the use rates that turns asked for last. Raises StoreUnavailableError."""
+        """Re-read the replicas' snapshots and use rates. Raises StoreUnavailableError."""
+        self._has_read = True  # Before the answer: while the store is away, turns do not wait for it.
         self._snapshots = {snapshot.replica_id: snapshot for snapshot in await self._store.list_snapshots()}
-        recent = list(self._rates)[-MAX_REFRESHED_RATES:]
-        await self._read_rates({*self._snapshots, *recent})
+        await self._read_rates(self._snapshots)
 
     async def _read_rates(self, keys: Collection[str]) -> None:
         top_k = next((snapshot.layout.top_k for snapshot in self._snapshots.values()), 1)
         signatures = await self._store.read_signatures(keys)
+        now_s = time.monotonic()
         for key in keys:
             signature = signatures.get(key)
-            rates = None if signature is None else use_rates(signature, unpack(signature), top_k)
-            if key in self._rates:
-                self._rates[key] = rates
-            else:
-                _remember(self._rates, key, rates, MAX_REFRESHED_RATES)
+            value = None if signature is None else use_rates(signature, unpack(signature), top_k)
+            _remember(self._rates, key, _Rates(value, now_s), MAX_RATES)
 
     async def refresh_forever(self) -> None:
         """Refresh each ``refresh_s``; what the store does not answer stays as it was and grows stale."""
