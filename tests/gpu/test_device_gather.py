@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -22,37 +21,23 @@ pytestmark = pytest.mark.skipif(
     not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 
-Pin = Callable[[torch.Tensor], torch.Tensor]
 
-
-@pytest.fixture
-def pin() -> Iterator[Pin]:
-    """Page-locks tensors at their exact size, until the test ends."""
-    pinned: list[torch.Tensor] = []
-
-    def register(tensor: torch.Tensor) -> torch.Tensor:
-        if not IS_INTERPRETED:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
-            pinned.append(tensor)
-        return tensor
-
-    yield register
-    for tensor in pinned:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+def page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if IS_INTERPRETED else tensor.pin_memory()
 
 
 def random_bytes(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def host_experts(num_experts: int, pin: Pin) -> list[torch.Tensor]:
+def host_experts(num_experts: int) -> list[torch.Tensor]:
     """Parameters of every kind: whole vectors, a part of a chunk, 4-byte scales, an odd number of bytes."""
     shapes = [(96, 64), (40, 24), (1,), (7,)]
     dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.uint8]
     experts = []
     for seed, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         raw = random_bytes(num_experts, *shape[:-1], shape[-1] * dtype.itemsize, seed=seed)
-        experts.append(pin(raw).view(dtype))
+        experts.append(page_locked(raw).view(dtype))
     return experts
 
 
@@ -74,8 +59,8 @@ def write_list(layer: LayerState, pairs: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("num_copies", [0, 1, 5, 16])
 @pytest.mark.parametrize("num_programs", [1, 3, 32])
-def test_listed_rows_are_copied_and_no_other_byte_changes(num_copies: int, num_programs: int, pin: Pin) -> None:
-    experts = host_experts(16, pin)
+def test_listed_rows_are_copied_and_no_other_byte_changes(num_copies: int, num_programs: int) -> None:
+    experts = host_experts(16)
     slots = poisoned_like(experts)
     gather = Gather(experts, slots, DEVICE, chunk_bytes=2048, num_programs=num_programs)
     layer = DeviceState(1, 16, 16, DEVICE).layer(0)
@@ -91,9 +76,9 @@ def test_listed_rows_are_copied_and_no_other_byte_changes(num_copies: int, num_p
         assert torch.equal(as_bytes(target), expected)
 
 
-def test_rows_with_gaps_between_them(pin: Pin) -> None:
+def test_rows_with_gaps_between_them() -> None:
     """Slots and hosts may pad their rows differently."""
-    host = pin(random_bytes(8, 96, seed=1))
+    host = page_locked(random_bytes(8, 96, seed=1))
     wide = torch.zeros(8, 128, dtype=torch.uint8, device=DEVICE)
     layer = DeviceState(1, 8, 8, DEVICE).layer(0)
     write_list(layer, [(2, 7), (7, 0)])
@@ -114,11 +99,11 @@ def test_rows_that_cannot_be_copied_are_refused() -> None:
 class PagedLayers:
     """Slots of some layers next to their host experts and the reference; a step is checked to the byte."""
 
-    def __init__(self, num_layers: int, num_experts: int, cap: int, pin: Pin) -> None:
+    def __init__(self, num_layers: int, num_experts: int, cap: int) -> None:
         self.state = DeviceState(num_layers, num_experts, cap, DEVICE)
         self.layers = [self.state.layer(index) for index in range(num_layers)]
         self.tables = [LayerTable(num_experts, cap) for _ in range(num_layers)]
-        self.experts = [host_experts(num_experts, pin) for _ in range(num_layers)]
+        self.experts = [host_experts(num_experts) for _ in range(num_layers)]
         self.slots = [poisoned_like(experts) for experts in self.experts]
         self.gathers = [Gather(e, s, DEVICE, chunk_bytes=4096) for e, s in zip(self.experts, self.slots, strict=True)]
         self.moves = [Gather(s, s, DEVICE, chunk_bytes=4096, num_programs=64) for s in self.slots]
@@ -154,9 +139,9 @@ def routed(rng: np.random.Generator, num_layers: int, rows: int, num_experts: in
     return torch.from_numpy(order[..., :top_k].astype(np.int32)).to(DEVICE)
 
 
-def test_slots_follow_the_reference_through_steps_and_cap_changes(pin: Pin) -> None:
+def test_slots_follow_the_reference_through_steps_and_cap_changes() -> None:
     rng = np.random.default_rng(0)
-    paged = PagedLayers(num_layers=2, num_experts=16, cap=6, pin=pin)
+    paged = PagedLayers(num_layers=2, num_experts=16, cap=6)
     for step in range(10):
         if step % 3 == 2:
             paged.set_cap(int(rng.integers(3, 17)))
@@ -168,10 +153,10 @@ def test_slots_follow_the_reference_through_steps_and_cap_changes(pin: Pin) -> N
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs CUDA graphs")
 @pytest.mark.parametrize("rows", [1, 4])
-def test_one_captured_graph_serves_every_input_padding_and_cap(rows: int, pin: Pin) -> None:
+def test_one_captured_graph_serves_every_input_padding_and_cap(rows: int) -> None:
     rng = np.random.default_rng(rows)
     num_layers, num_experts, top_k = 3, 64, 6
-    paged = PagedLayers(num_layers, num_experts, cap=10, pin=pin)
+    paged = PagedLayers(num_layers, num_experts, cap=10)
     topk_ids = routed(rng, num_layers, rows, num_experts, top_k)
     slot_ids = torch.zeros_like(topk_ids)
     paged.launch(topk_ids, slot_ids)  # compiles, and is a step like any other

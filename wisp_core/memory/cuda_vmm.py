@@ -227,7 +227,8 @@ class CudaBacking:
         Args:
             device: a CUDA device.
             has_filler: map one shared page at every address that is not backed, so that a stray access (a padded
-                row's, say) hits nothing; without it such an access faults.
+                row's, say) hits nothing; without it such an access faults. Moving a page then costs about twice as
+                much, and reserving a range costs as much as backing it.
         """
         self.device = torch.device(device)
         torch.zeros(1, device=self.device)  # the driver calls need the device's context

@@ -49,47 +49,24 @@ _PADDING_SLOT = tl.constexpr(reference.PADDING_SLOT)
 
 
 @triton.jit
-def _load_ids(ids_ptr, start, num_valid_ids, num_experts: tl.constexpr, ids_at_once: tl.constexpr):
+def _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts: tl.constexpr, ids_at_once: tl.constexpr):
     """Some routed ids as int32, and which of them are real: padding carries anything."""
     at = start + tl.arange(0, ids_at_once)
-    ids = tl.load(ids_ptr + at, mask=at < num_valid_ids, other=0)
+    ids = tl.load(ids_ptr + at, mask=at < num_ids, other=0)  # not masked by a loaded value: that would wait for it
     is_real = (at < num_valid_ids) & (ids >= 0) & (ids < num_experts)
     return tl.where(is_real, ids, 0).to(tl.int32), is_real
 
 
 @triton.jit
-def _find_needed(ids_ptr, num_valid_ids, num_experts: tl.constexpr, width: tl.constexpr, ids_at_once: tl.constexpr):
-    """1 for each expert that some real row routes to; int32 [width] by expert."""
-    uses = tl.zeros([width], dtype=tl.int32)
-    for start in range(0, num_valid_ids, ids_at_once):
-        ids, is_real = _load_ids(ids_ptr, start, num_valid_ids, num_experts, ids_at_once)
-        uses += tl.histogram(ids, width, mask=is_real).to(tl.int32)
-    return (uses > 0).to(tl.int32)
-
-
-@triton.jit
-def _write_slot_ids(
-    ids_ptr,
-    slot_ids_ptr,
-    num_ids,
-    num_valid_ids,
-    slot,  # int32 [width] by expert
-    num_experts: tl.constexpr,
-    width: tl.constexpr,
-    ids_at_once: tl.constexpr,
-):
-    """Slot of each routed id; num_experts + expert where it has none; a safe slot for padding."""
-    served = tl.where(slot == _NO_SLOT, num_experts + tl.arange(0, width), slot)
-    for start in range(0, num_ids, ids_at_once):
-        at = start + tl.arange(0, ids_at_once)
-        ids, is_real = _load_ids(ids_ptr, start, num_valid_ids, num_experts, ids_at_once)
-        slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
-        tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
+def _store_slot_ids(slot_ids_ptr, start, num_ids, ids, is_real, served, ids_at_once: tl.constexpr):
+    at = start + tl.arange(0, ids_at_once)
+    slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
+    tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
 
 
 @triton.jit
 def _add_counts(counts_ptr, num_rows, num_needed, num_hits, num_misses, num_copies):
-    """Add one step to the sums, in the order of `StepCounts`."""
+    """Add one step to the sums, in the order of `StepCounts`. Atomic only because that does not wait for a load."""
     at = tl.arange(0, _COUNTS_WIDTH)
     step = (at == 0).to(tl.int64)
     step += tl.where(at == 1, num_rows, 0)
@@ -97,24 +74,23 @@ def _add_counts(counts_ptr, num_rows, num_needed, num_hits, num_misses, num_copi
     step += tl.where(at == 3, num_hits, 0)
     step += tl.where(at == 4, num_misses, 0)
     step += tl.where(at == 5, num_misses - num_copies, 0)
-    tl.store(counts_ptr + at, tl.load(counts_ptr + at) + step)
+    tl.atomic_add(counts_ptr + at, step, sem="relaxed")
 
 
 @triton.jit
 def _add_distances(distances_ptr, needed, position, num_seen, num_experts: tl.constexpr):
-    """Count each use at its expert's place in the stack; returns how many were first uses, counted at the end."""
-    is_reuse = (needed != 0) & (position < num_seen)
-    uses = tl.load(distances_ptr + position, mask=is_reuse, other=0)
-    tl.store(distances_ptr + position, uses + 1, mask=is_reuse)
-    num_first_uses = tl.sum(needed) - tl.sum(is_reuse.to(tl.int32))
-    tl.store(distances_ptr + num_experts, tl.load(distances_ptr + num_experts) + num_first_uses)
-    return num_first_uses
+    """Count each use at its expert's place in the stack, first uses at the end; returns how many those were."""
+    is_first_use = position >= num_seen
+    place = tl.where(is_first_use, num_experts, position)
+    tl.atomic_add(distances_ptr + place, needed.to(tl.int64), mask=needed != 0, sem="relaxed")
+    return tl.sum(tl.where(is_first_use, needed, 0))
 
 
 @triton.jit
 def _admit(
-    header_ptr,
     freed_ptr,
+    cap,
+    num_resident,
     needed,  # int32 [width] by expert, as position, slot and before
     position,
     slot,
@@ -124,26 +100,26 @@ def _admit(
 ):
     """Give slots to missing experts: free ones first, then those of the least recent experts not needed.
 
-    Returns the new slots [width] and the number of copies.
+    Returns the new slots [width], the number of copies and the number of residents.
     """
-    cap = tl.load(header_ptr + _CAP)
-    num_resident = tl.load(header_ptr + _NUM_RESIDENT)
     num_free = cap - num_resident
     num_copies = tl.minimum(num_misses, cap - num_hits)
     num_evicted = tl.maximum(num_copies - num_free, 0)
-    # Residents lead the stack: how many lie behind an expert, and how many of those are needed, follow by subtraction.
-    eviction = (num_resident - 1 - position) - (num_hits - before)
-    is_evicted = (needed == 0) & (position < num_resident) & (eviction < num_evicted)
-    tl.store(freed_ptr + eviction, slot, mask=is_evicted)
-    tl.debug_barrier()
     miss = before - num_hits
     is_admitted = (needed != 0) & (position >= num_resident) & (miss < num_copies)
-    is_reusing = is_admitted & (miss >= num_free)
-    freed = tl.load(freed_ptr + miss - num_free, mask=is_reusing, other=0)
-    admitted_slot = tl.where(is_reusing, freed, num_resident + miss)
-    slot = tl.where(is_admitted, admitted_slot, tl.where(is_evicted, _NO_SLOT, slot))
-    tl.store(header_ptr + _NUM_RESIDENT, num_resident + num_copies - num_evicted)
-    return slot, num_copies
+    admitted_slot = num_resident + miss
+    if num_evicted > 0:
+        # Residents lead the stack: how many lie behind an expert, and how many of those are needed, follow.
+        eviction = (num_resident - 1 - position) - (num_hits - before)
+        is_evicted = (needed == 0) & (position < num_resident) & (eviction < num_evicted)
+        tl.store(freed_ptr + eviction, slot, mask=is_evicted)
+        tl.debug_barrier()
+        is_reusing = is_admitted & (miss >= num_free)
+        freed = tl.load(freed_ptr + miss - num_free, mask=is_reusing, other=0)
+        admitted_slot = tl.where(is_reusing, freed, admitted_slot)
+        slot = tl.where(is_evicted, _NO_SLOT, slot)
+    slot = tl.where(is_admitted, admitted_slot, slot)
+    return slot, num_copies, num_resident + num_copies - num_evicted
 
 
 @triton.jit(do_not_specialize=["num_ids", "top_k"], do_not_specialize_on_alignment=["ids_ptr", "slot_ids_ptr"])
@@ -162,16 +138,28 @@ def _plan_kernel(
     width: tl.constexpr,
     ids_at_once: tl.constexpr,
     is_admitting: tl.constexpr,
+    is_chained: tl.constexpr,
 ):
+    if is_chained:
+        tl.extra.cuda.gdc_launch_dependents()  # the gather may be set up meanwhile; it waits for this kernel's end
+        tl.extra.cuda.gdc_wait()
+    # Every load that depends on nothing comes first, so that one latency covers them all.
     expert = tl.arange(0, width)
     num_valid_rows = tl.minimum(tl.load(num_valid_rows_ptr), num_ids // top_k)
     num_valid_ids = num_valid_rows * top_k
+    cap = tl.load(header_ptr + _CAP)
+    num_resident = tl.load(header_ptr + _NUM_RESIDENT)
     num_seen = tl.load(header_ptr + _NUM_SEEN)
     position = tl.load(table_ptr + _POSITION * width + expert)
     stack = tl.load(table_ptr + _STACK * width + expert)
     slot = tl.load(table_ptr + _SLOT * width + expert)
+    ids, is_real = _load_ids(ids_ptr, 0, num_ids, num_valid_ids, num_experts, ids_at_once)
 
-    needed = _find_needed(ids_ptr, num_valid_ids, num_experts, width, ids_at_once)
+    uses = tl.histogram(ids, width, mask=is_real)
+    for start in range(ids_at_once, num_ids, ids_at_once):
+        more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
+        uses += tl.histogram(more_ids, width, mask=more_real)
+    needed = (uses > 0).to(tl.int32)
     needed_at = tl.gather(needed, stack, 0)
     before = tl.gather(tl.cumsum(needed_at, 0) - needed_at, position, 0)
     is_missing = (needed != 0) & (slot == _NO_SLOT)
@@ -181,21 +169,29 @@ def _plan_kernel(
 
     num_copies = 0
     if is_admitting:
-        slot, num_copies = _admit(
-            header_ptr, lists_ptr + _FREED * width, needed, position, slot, before, num_hits, num_misses
+        slot, num_copies, num_resident = _admit(
+            lists_ptr + _FREED * width, cap, num_resident, needed, position, slot, before, num_hits, num_misses
         )
+    tl.store(header_ptr + _NUM_MISSES, num_misses)
+    tl.store(header_ptr + _NUM_COPIES, num_copies)
+    tl.store(lists_ptr + _SOURCE * width + before - num_hits, expert, mask=is_missing)
+    tl.store(lists_ptr + _TARGET * width + before - num_hits, slot, mask=is_missing)
+
+    served = tl.where(slot == _NO_SLOT, num_experts + expert, slot)
+    _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
+    for start in range(ids_at_once, num_ids, ids_at_once):
+        more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
+        _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
+
+    _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
+    if is_admitting:
         num_first_uses = _add_distances(distances_ptr, needed, position, num_seen, num_experts)
-        tl.store(header_ptr + _NUM_SEEN, num_seen + num_first_uses)
         position = tl.where(needed != 0, before, num_needed + position - before)
+        tl.store(header_ptr + _NUM_RESIDENT, num_resident)
+        tl.store(header_ptr + _NUM_SEEN, num_seen + num_first_uses)
         tl.store(table_ptr + _POSITION * width + expert, position)
         tl.store(table_ptr + _STACK * width + position, expert)
         tl.store(table_ptr + _SLOT * width + expert, slot)
-    tl.store(lists_ptr + _SOURCE * width + before - num_hits, expert, mask=is_missing)
-    tl.store(lists_ptr + _TARGET * width + before - num_hits, slot, mask=is_missing)
-    tl.store(header_ptr + _NUM_MISSES, num_misses)
-    tl.store(header_ptr + _NUM_COPIES, num_copies)
-    _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
-    _write_slot_ids(ids_ptr, slot_ids_ptr, num_ids, num_valid_ids, slot, num_experts, width, ids_at_once)
 
 
 @triton.jit
@@ -237,7 +233,7 @@ def plan_step(
     num_valid_rows: torch.Tensor,
     *,
     path: Path = Path.DECODE,
-    num_warps: int | None = None,
+    num_warps: int = 4,
 ) -> None:
     """Plan one step of one layer on the current stream; a graph may capture it.
 
@@ -247,7 +243,7 @@ def plan_step(
         slot_ids: integer [rows, top_k], contiguous, receives the slot of each id; `reference` says which values.
         num_valid_rows: int32 [1] on the device, rows that are real tokens; more than there are means all.
         path: DECODE is `LayerTable.plan`, STREAMED is `LayerTable.look_up`.
-        num_warps: for measurements; None: what measured best.
+        num_warps: few, since their exchanges and not their arithmetic take the time.
     """
     assert topk_ids.is_contiguous()
     assert slot_ids.is_contiguous()
@@ -268,7 +264,8 @@ def plan_step(
         width=layer.table.shape[1],
         ids_at_once=min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE),
         is_admitting=path is Path.DECODE,
-        num_warps=num_warps or _best_num_warps(layer.table.shape[1], num_ids),
+        num_warps=num_warps,
+        **chained(layer.header),
     )
 
 
@@ -286,5 +283,8 @@ def set_cap(state: DeviceState, cap: int) -> None:
     )
 
 
-def _best_num_warps(width: int, num_ids: int) -> int:
-    return 4 if max(width, num_ids) > 256 else 1
+def chained(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options by which a kernel is set up while the one before it ends, where the device can do that."""
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+        return {"is_chained": True, "launch_pdl": True}
+    return {"is_chained": False}
