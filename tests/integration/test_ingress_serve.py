@@ -1,0 +1,287 @@
+"""The ingress on real Ray Serve over HTTP, with small scripted replicas behind the real router and real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from services.config import ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
+from services.ingress.app import build_ingress
+from services.ingress.placement import RouterConfig
+from wisp_core.contracts import TenantSpec
+from wisp_core.errors import EngineUnavailableError
+from wisp_core.store.redis_store import RedisStore
+
+NAME, KEY, ADMIN_KEY = "ingress-test", "sk-ingress-test", "admin-ingress-test"
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+
+
+def chunk(**fields: Any) -> bytes:
+    body = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny", "choices": [], **fields}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+class Engine:
+    """Speaks as much of the replica's protocol as the ingress sees; the last message says what to do."""
+
+    def __init__(self) -> None:
+        self._tag = serve.get_replica_context().replica_tag
+        self._cancelled = 0
+        self._bodies: list[dict[str, Any]] = []
+
+    async def http(
+        self, *, path: str, body: bytes, headers: dict[str, str], session_key: str, **routing: Any
+    ) -> AsyncIterator[dict[str, Any] | bytes]:
+        fields = json.loads(body)
+        self._bodies.append(fields)
+        order = fields["messages"][-1]["content"]
+        home = fields["messages"][0]["content"]
+        if order == "engine dead at home" and home == self._tag:
+            raise EngineUnavailableError("gone")
+        if order == "die at home" and home == self._tag:
+            os.kill(os.getpid(), 9)
+        try:
+            head = {"status": 200, "headers": {}, "replica_id": self._tag}
+            if not fields.get("stream"):
+                await asyncio.sleep(5 if order == "slowly" else 0)
+                message = {"role": "assistant", "content": self._tag}
+                choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+                yield head
+                yield json.dumps(
+                    {
+                        "id": "c",
+                        "object": "chat.completion",
+                        "created": 1,
+                        "model": "tiny",
+                        "choices": choices,
+                        "usage": USAGE,
+                    }
+                ).encode()
+                return
+            yield head
+            for i in range(5):
+                if order == "die halfway" and i == 3:
+                    os.kill(os.getpid(), 9)
+                yield chunk(choices=[{"index": 0, "delta": {"content": f"{i}"}}])
+                await asyncio.sleep(5 if order == "slowly" and i else 0.01)
+            yield chunk(usage=USAGE) + b"data: [DONE]\n\n"
+        except (asyncio.CancelledError, GeneratorExit):
+            self._cancelled += 1
+            raise
+
+    async def health(self) -> dict[str, Any]:
+        return {"replica_id": self._tag, "is_healthy": True}
+
+    async def scrape(self) -> str:
+        return f'# TYPE engine_up gauge\nengine_up{{replica="{self._tag}"}} 1\n'
+
+    async def facts(self) -> tuple[int, list[dict[str, Any]]]:
+        return self._cancelled, self._bodies
+
+
+@pytest.fixture(scope="module")
+def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    password_file: Path = tmp_path_factory.mktemp("secrets") / "redis.key"
+    password_file.write_text(valkey_server.password)
+    config = ServiceConfig(
+        name=NAME,
+        model=ModelSettings(path="tiny"),
+        replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
+        routing=RoutingSettings(refresh_s=0.1),
+        tenants=(TenantSettings(tenant_id="a", key_sha256=hashlib.sha256(KEY.encode()).hexdigest()),),
+    )
+    router = RouterConfig.of(config, valkey_server.url, password_file)
+    replicas = serve.deployment(
+        Engine,
+        name="Engine",
+        num_replicas=2,
+        max_ongoing_requests=64,
+        health_check_period_s=1.0,
+        ray_actor_options={"num_cpus": 0.1},
+        request_router_config=RequestRouterConfig(
+            request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
+        ),
+    ).bind()
+    key_sha256 = hashlib.sha256(KEY.encode()).hexdigest()
+    application = build_ingress(
+        config,
+        valkey_server.url,
+        replicas,
+        policy_app="no-such-app",
+        redis_password=valkey_server.password,
+        admin_key=ADMIN_KEY,
+        cache_salt_key="salt",
+        tenants=[
+            TenantSpec(
+                tenant_id="a", key_sha256=(key_sha256,), requests_per_minute=10_000, tokens_per_minute=10_000_000
+            )
+        ],
+    )
+    serve.run(application, name=NAME, route_prefix="/ingress")
+    yield f"http://127.0.0.1:{ray_serve}/ingress"
+    serve.delete(NAME)
+
+
+@pytest.fixture
+async def client(service: str, valkey: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(api_key=KEY, base_url=f"{service}/v1", max_retries=0, timeout=20) as opened:
+        yield opened
+
+
+def session(name: str) -> dict[str, str]:
+    return {"x-session-id": name}
+
+
+async def chat(client: openai.AsyncOpenAI, *contents: str, name: str = "s") -> str:
+    messages: Any = [{"role": "user", "content": content} for content in contents]
+    answer = await client.chat.completions.create(model="tiny", messages=messages, extra_headers=session(name))
+    return answer.choices[0].message.content or ""
+
+
+async def stream(client: openai.AsyncOpenAI, *contents: str, name: str = "s", **options: Any) -> list[Any]:
+    messages: Any = [{"role": "user", "content": content} for content in contents]
+    chunks = await client.chat.completions.create(
+        model="tiny", messages=messages, stream=True, extra_headers=session(name), **options
+    )
+    return [item async for item in chunks]
+
+
+async def facts() -> list[tuple[int, list[dict[str, Any]]]]:
+    handle = serve.get_deployment_handle("Engine", NAME)
+    return await handle.broadcast("facts").results_async(timeout_s=5)
+
+
+async def wait_ready(service: str) -> None:
+    async with httpx.AsyncClient() as http:
+        for _ in range(200):
+            if (await http.get(f"{service}/readyz")).status_code == 200:
+                return
+            await asyncio.sleep(0.1)
+    pytest.fail("not ready again after 20 s")
+
+
+async def test_chat_and_stream_through_the_openai_client(client: openai.AsyncOpenAI) -> None:
+    home = await chat(client, "hello")
+    assert await chat(client, "hello") == home
+    chunks = await stream(client, "hello")
+    assert "".join(c.choices[0].delta.content for c in chunks) == "01234"
+    with_usage = await stream(client, "hello", stream_options={"include_usage": True})
+    assert with_usage[-1].usage.completion_tokens == 5
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_errors_through_the_openai_client(client: openai.AsyncOpenAI, service: str) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        await client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "x"}])
+    assert not_found.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], extra_body={"priority": 1}
+        )
+    assert (bad.value.code, bad.value.param) == ("unknown_parameter", "priority")
+    async with openai.AsyncOpenAI(api_key="sk-wrong", base_url=f"{service}/v1", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError) as wrong:
+            await chat(stranger, "hello")
+    assert wrong.value.code == "invalid_api_key"
+    async with httpx.AsyncClient() as http:
+        large = await http.post(
+            f"{service}/v1/completions", content=b"x" * (3 << 20), headers={"authorization": f"Bearer {KEY}"}
+        )
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_a_dead_engine_costs_no_turn(client: openai.AsyncOpenAI) -> None:
+    home = await chat(client, "hello", name="engine-dead")
+    other = await chat(client, home, "engine dead at home", name="engine-dead")
+    assert other != home
+    assert await chat(client, "hello", name="engine-dead") == other, "the session has moved"
+
+
+async def test_a_killed_replica_costs_no_turn_that_has_sent_nothing(client: openai.AsyncOpenAI, service: str) -> None:
+    home = await chat(client, "hello", name="killed")
+    first, others = await asyncio.gather(
+        stream(client, home, "die at home", name="killed"),
+        asyncio.gather(*(chat(client, "hello", name=f"other{i}") for i in range(20))),
+    )
+    assert "".join(c.choices[0].delta.content for c in first) == "01234"
+    assert len(others) == 20
+    await wait_ready(service)
+
+
+async def test_a_stream_that_breaks_ends_with_an_error(client: openai.AsyncOpenAI, service: str) -> None:
+    with pytest.raises(openai.APIError) as broken:
+        await stream(client, "die halfway", name="halfway")
+    assert "incomplete" in str(broken.value)
+    await wait_ready(service)
+
+
+async def wait_cancelled(count: int) -> None:
+    for _ in range(40):
+        if sum(cancelled for cancelled, _ in await facts()) == count:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the replica was still answering 2 s after its client had left")
+
+
+async def test_a_client_that_leaves_cancels_its_turn_on_the_replica(client: openai.AsyncOpenAI, service: str) -> None:
+    await wait_ready(service)
+    before = sum(cancelled for cancelled, _ in await facts())
+    chunks = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "slowly"}], stream=True
+    )
+    await anext(aiter(chunks))
+    await chunks.close()
+    await wait_cancelled(before + 1)
+    with pytest.raises(openai.APITimeoutError):
+        await chat(client.with_options(timeout=0.5), "slowly")
+    await wait_cancelled(before + 2)
+
+
+async def test_the_replica_gets_only_what_is_allowed_with_the_tenant_s_salt(client: openai.AsyncOpenAI) -> None:
+    await chat(client, "look at this body", name="body")
+    bodies = [body for _, bodies in await facts() for body in bodies]
+    (body,) = [body for body in bodies if body["messages"][-1]["content"] == "look at this body"]
+    assert set(body) == {"model", "messages", "cache_salt"}
+    assert len(body["cache_salt"]) == 64
+
+
+async def test_status_and_metrics(client: openai.AsyncOpenAI, service: str, valkey: Any) -> None:
+    await chat(client, "hello", name="shown")
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{service}/wisp/status")).status_code == 401
+        shown = await http.get(f"{service}/wisp/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+        metrics = (await http.get(f"{service}/metrics")).text
+    (row,) = [row for row in shown.json()["sessions"] if row["session_key"] == "a//shown"]
+    assert (row["turns"], row["completion_tokens"], row["moves"]) == (1, 5, 0)
+    assert row["home"] == row["replica_id"]
+    assert metrics.count("# TYPE engine_up gauge") == 1
+    assert metrics.count("engine_up{replica=") == 2
+    assert 'wisp_ingress_ttft_seconds_bucket{le="0.5",replica="ingress",tenant="a"}' in metrics
+    assert KEY not in metrics + shown.text
+
+
+async def test_serving_goes_on_while_valkey_is_down(client: openai.AsyncOpenAI, valkey: Any) -> None:
+    home = await chat(client, "hello", name="outage")
+    valkey.kill()
+    try:
+        for i in range(20):
+            assert await chat(client, "hello", name="outage") == home
+            assert await chat(client, "hello", name=f"new{i}")
+    finally:
+        valkey.start()
+    await asyncio.sleep(6)
+    assert await chat(client, "hello", name="outage") == home
+    store = RedisStore(valkey.url, NAME, password=valkey.password, timeout_s=1)
+    assert [tenant.tenant_id for tenant in await store.list_tenants()] == ["a"], "written again by the ingress"
+    await store.close()
