@@ -48,11 +48,14 @@ class Reply:
 class RunningTurn:
     """One admitted turn, from admission to its record."""
 
-    def __init__(self, session: Session, turn_id: str, fields: TurnFields, prompt_tokens: int) -> None:
+    def __init__(
+        self, session: Session, turn_id: str, fields: TurnFields, *, prompt_tokens: int, reserved_tokens: int
+    ) -> None:
         self.session = session
         self.turn_id = turn_id
         self.fields = fields
         self.prompt_tokens = prompt_tokens
+        self.reserved_tokens = reserved_tokens
         self.began_s = time.monotonic()
         self.ttft_s: float | None = None
         self.replica_id = ""
@@ -68,8 +71,23 @@ class RunningTurn:
         """Tokens used: as counted by the engine, else by what was seen."""
         if self.usage is not None:
             return self.usage
-        is_started = (self.ttft_s is not None and self.status < 400) or self.num_events > 0
-        return Usage(self.prompt_tokens if is_started else 0, 0, self.num_events)
+        has_run = self.num_events > 0 or self.status == CLIENT_GONE
+        return Usage(self.prompt_tokens if has_run else 0, 0, self.num_events)
+
+    def charged_tokens(self) -> int:
+        """Tokens to keep from what was reserved."""
+        if self.usage is None and self.status == CLIENT_GONE and not self.fields.is_stream:
+            # How far the engine came is not known; leaving early must not be a way around the quota.
+            return self.reserved_tokens
+        usage = self.used()
+        return usage.prompt_tokens + usage.completion_tokens
+
+
+def _status_of(error: BaseException) -> int:
+    """What a turn ended with that was answered by an error; a cancelled one has lost its client."""
+    if isinstance(error, ApiError):
+        return error.status
+    return CLIENT_GONE if isinstance(error, asyncio.CancelledError) else 500
 
 
 class Gateway:
@@ -116,11 +134,8 @@ class Gateway:
         running = await self._admit(tenant, session, fields)
         try:
             reply = await self._answer(path, running, salt)
-        except ApiError as error:
-            running.status = error.status
-            self._finish(running)
-            raise
-        except BaseException:
+        except BaseException as error:
+            running.status = _status_of(error)
             self._finish(running)
             raise
         return Reply(
@@ -131,14 +146,15 @@ class Gateway:
 
     async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
         prompt_tokens = self._estimator.tokens(fields)
+        reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
         turn_id = new_turn_id(tenant.tenant_id)
         try:
-            await self._limiter.admit(tenant, turn_id, self._reserve(tenant, fields, prompt_tokens))
+            await self._limiter.admit(tenant, turn_id, reserved_tokens)
         except ApiError as error:
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise
         self._metrics.begin_turn()
-        return RunningTurn(session, turn_id, fields, prompt_tokens)
+        return RunningTurn(session, turn_id, fields, prompt_tokens=prompt_tokens, reserved_tokens=reserved_tokens)
 
     def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
         """Tokens that a turn may use: its prompt and ``n`` answers of the length it asks for."""
@@ -228,7 +244,7 @@ class Gateway:
         if running.usage is not None:
             self._estimator.learn(running.fields, running.usage.prompt_tokens)
         self._metrics.end_turn(running.session.tenant_id, running.status, running.ttft_s, duration_s, usage)
-        self._spawn(self._limiter.settle(running.turn_id, usage.prompt_tokens + usage.completion_tokens))
+        self._spawn(self._limiter.settle(running.turn_id, running.charged_tokens()))
         self._spawn(
             self._record(
                 TurnRecord(

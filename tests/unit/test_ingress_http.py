@@ -325,6 +325,21 @@ async def test_a_client_that_leaves_while_the_answer_starts_cancels_its_turn(ser
     assert (await service.store.list_sessions(1))[0].turns == 1
 
 
+async def test_leaving_an_unstreamed_turn_is_no_way_around_the_quota() -> None:
+    service = Service(tokens_per_minute=600)
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, forever.wait]]
+    tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}).encode()
+    turn = asyncio.create_task(service.gateway.turn("/v1/chat/completions", {}, body, tenant))
+    await asyncio.sleep(0.05)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    await service.gateway.drain()
+    assert service.handle.calls[0].is_cancelled
+    assert (await service.chat(max_tokens=400)).status == 429
+
+
 async def test_the_engine_s_client_errors_come_in_openai_s_form(service: Service) -> None:
     message = "This model's maximum context length is 512 tokens."
     engine = {"error": {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
