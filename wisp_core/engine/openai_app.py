@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.openai.api_server import build_app, init_app_state
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -24,7 +26,7 @@ def serve_args(model: str, served_name: str, arguments: dict[str, Any]) -> Names
     if unknown:
         raise ConfigurationError(f"engine arguments unknown to vLLM: {', '.join(unknown)}")
     for name, value in arguments.items():
-        setattr(args, name, value)
+        setattr(args, name, _as_config(getattr(args, name), value))
     args.model = args.model_tag = model
     args.served_model_name = [served_name]
     args.enable_prompt_tokens_details = True  # usage then tells how many prompt tokens the prefix cache held
@@ -33,6 +35,16 @@ def serve_args(model: str, served_name: str, arguments: dict[str, Any]) -> Names
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"engine arguments: {error}") from error
     return args
+
+
+def _as_config(default: Any, value: Any) -> Any:
+    """A mapping given for one of vLLM's config objects becomes such an object. Raises ConfigurationError."""
+    if not isinstance(value, dict) or not is_dataclass(default) or isinstance(default, type):
+        return value
+    try:
+        return type(default)(**value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"engine arguments: {error}") from error
 
 
 async def openai_app(llm: AsyncLLM, args: Namespace) -> Any:

@@ -55,7 +55,7 @@ class TinyModelConfig:
         for name in ("experts", "layers", "topics", "words_per_topic", "moe_intermediate", "kv_heads"):
             yield getattr(self, name) < 1, f"{name} must be at least 1"
         yield not 0 < self.top_k <= self.experts, f"top_k {self.top_k} must be between 1 and experts {self.experts}"
-        yield self.hidden < self.topics, f"hidden {self.hidden} must be at least topics {self.topics}"
+        yield self.hidden <= self.topics, f"hidden {self.hidden} must be more than topics {self.topics}"
         yield self.head_dim < self.topics, f"head_dim {self.head_dim} must be at least topics {self.topics}"
         yield self.kv_heads > 0 and self.heads % self.kv_heads != 0, "heads must be a multiple of kv_heads"
         words = self.topics * self.words_per_topic

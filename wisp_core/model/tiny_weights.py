@@ -2,8 +2,8 @@
 
 - Each topic has a direction; the embeddings of its words are that direction plus noise of their own.
 - The gate rows of the experts that a topic prefers in a layer lean towards the topic's direction.
-- One attention head averages the topic part of the context and writes it back, so that tokens of no topic (bytes,
-  syllables, markup) are routed like the text around them.
+- Tokens of no topic (bytes, syllables, markup) share one more direction and its experts: what is alike routes alike.
+- One attention head averages the topic part of the context and writes it back, so that a topic lasts.
 - The output head leans the same way, so that sampling at temperature 1 stays within the topic.
 - Everything else is noise, small enough for the topic to survive all layers, large enough for a wrong expert or a
   wrong KV block to change the log-probabilities.
@@ -31,7 +31,7 @@ SUBLAYER_GAIN = 0.25
 """Root mean square of what one attention or expert layer adds, relative to the embedding's."""
 COPY_GAIN = 0.35
 """How strongly the context's mean topic is written back, relative to the embedding."""
-GATE_TOPIC = 2.0
+GATE_TOPIC = 3.0
 """Router logit that a pure topic vector gives its most preferred expert; others get noise of deviation 1."""
 GATE_SLOPE = 0.2
 """How much of it the least preferred of a topic's experts lacks, so that a topic's experts differ in popularity."""
@@ -48,9 +48,10 @@ class TinyWeights:
 
     def __init__(self, config: TinyModelConfig) -> None:
         self._config = config
-        # Orthonormal rows [topics, hidden]: topics do not leak into each other.
-        square = self._rng("topics").standard_normal((config.hidden, config.topics))
-        self._topic_rows = np.linalg.qr(square)[0].T.astype(np.float32)
+        # Orthonormal rows [topics + 1, hidden]: topics do not leak into each other. The last one is of no topic.
+        columns = self._rng("topics").standard_normal((config.hidden, config.topics + 1))
+        directions = np.linalg.qr(columns)[0].T.astype(np.float32)
+        self._topic_rows, self._plain_row = directions[:-1], directions[-1]
 
     def _rng(self, *path: str | int) -> np.random.Generator:
         words = [part if isinstance(part, int) else int.from_bytes(part.encode()[:8], "little") for part in path]
@@ -60,7 +61,7 @@ class TinyWeights:
         return (self._rng(*path).standard_normal(shape, dtype=np.float32) * np.float32(std)).astype(np.float32)
 
     def topic_experts(self, layer: int, topic: int) -> list[int]:
-        """Experts that ``topic`` prefers in ``layer``, the most preferred first."""
+        """Experts that ``topic`` prefers in ``layer``, the most preferred first; the number of topics means none."""
         order = self._rng("prefer", layer, topic).permutation(self._config.experts)
         return [int(expert) for expert in order[: self._config.experts_per_topic]]
 
@@ -73,10 +74,12 @@ class TinyWeights:
         """``[vocab, hidden]`` with root mean square 1 per entry."""
         config = self._config
         rows = self._noise((config.vocab_size, config.hidden), 1.0, "embed")
-        own = math.sqrt(1 - EMBEDDING_TOPIC**2)
+        shared = np.broadcast_to(self._plain_row, rows.shape).copy()
         for topic, words in self._word_rows():
-            rows[words] = own * rows[words] + EMBEDDING_TOPIC * math.sqrt(config.hidden) * self._topic_rows[topic]
-        return rows
+            shared[words] = self._topic_rows[topic]
+        own = np.float32(math.sqrt(1 - EMBEDDING_TOPIC**2))
+        unit = np.float32(EMBEDDING_TOPIC * math.sqrt(config.hidden))
+        return (own * rows + unit * shared).astype(np.float32)
 
     def output_head(self) -> Array:
         """``[vocab, hidden]``; its input is normalised to root mean square 1."""
@@ -93,10 +96,10 @@ class TinyWeights:
         config = self._config
         rows = self._noise((config.experts, config.hidden), 1 / math.sqrt(config.hidden), "gate", layer)
         unit = GATE_TOPIC / math.sqrt(config.hidden)
-        for topic in range(config.topics):
+        for topic, direction in enumerate([*self._topic_rows, self._plain_row]):
             preferred = self.topic_experts(layer, topic)
             for rank, expert in enumerate(preferred):
-                rows[expert] += unit * (1 - GATE_SLOPE * rank / len(preferred)) * self._topic_rows[topic]
+                rows[expert] += unit * (1 - GATE_SLOPE * rank / len(preferred)) * direction
         return rows
 
     def attention(self, layer: int) -> dict[str, Array]:
