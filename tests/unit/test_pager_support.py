@@ -13,6 +13,7 @@ from wisp_core.settings import WispSettings
 
 class UnquantizedFusedMoEMethod:
     is_monolithic = False
+    unquantized_backend = Config(name="TRITON")
 
 
 class Fp8MoEMethod:
@@ -76,6 +77,13 @@ def test_a_monolithic_kernel_is_refused_with_the_backend_to_choose() -> None:
     method.is_monolithic = True
     with pytest.raises(UnsupportedModelError, match="--moe-backend triton"):
         check(method=method)
+
+
+def test_an_untested_gpu_kernel_is_refused_with_the_backend_to_choose() -> None:
+    method = UnquantizedFusedMoEMethod()
+    method.unquantized_backend = Config(name="FLASHINFER_CUTLASS")
+    with pytest.raises(UnsupportedModelError, match=r"FLASHINFER_CUTLASS.*--moe-backend triton"):
+        check(method=method, device="cuda", is_eager=True)
 
 
 def test_all_reasons_are_told_at_once() -> None:

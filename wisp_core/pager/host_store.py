@@ -51,14 +51,11 @@ class ParameterShape:
 class HostStore:
     """Host tensors [E, ...] by parameter name. It keeps the given storage and copies nothing."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], is_pinned: bool = False) -> None:
-        """Take over ``tensors`` (contiguous, on the CPU); ``is_pinned`` page-locks them at their exact size."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over ``tensors``, contiguous and on the CPU."""
         self._tensors = dict(tensors)
         self._rows = {name: list(tensor.unbind(0)) for name, tensor in self._tensors.items()}
         self.num_experts = len(next(iter(self._rows.values())))
-        if is_pinned:
-            for tensor in self._tensors.values():
-                _pin(tensor)
 
     @property
     def shapes(self) -> dict[str, ParameterShape]:
@@ -74,9 +71,9 @@ class HostStore:
         """One view per expert of parameter ``name``."""
         return self._rows[name]
 
-
-def _pin(tensor: torch.Tensor) -> None:
-    # torch's own pinned allocator rounds up to powers of two; registering locks exactly these bytes.
-    if not tensor.is_pinned():
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+    def pin(self) -> None:
+        """Page-lock the tensors for a GPU, at their exact size: torch's pinned allocator rounds to powers of two."""
+        for tensor in self._tensors.values():
+            if not tensor.is_pinned():
+                status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                torch.cuda.check_error(int(status))

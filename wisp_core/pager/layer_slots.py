@@ -31,6 +31,11 @@ class LayerSlots:
         self._rows = {parameter: list(tensor.unbind(0)) for parameter, tensor in self.tensors.items()}
         self._pairs = [(self._store.rows(parameter), self._rows[parameter]) for parameter in self._shapes]
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether copies into the slots cross a link and may still run when `copy_in` returns."""
+        return any(tensor.is_cuda for tensor in self.tensors.values())
+
     def bytes_at(self, cap: int) -> int:
         """Bytes of pages that ``cap`` slots take."""
         return sum(self._whole_pages(shape.expert_bytes * cap) for shape in self._shapes.values())

@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import (
 )
 
 from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.memory.region import Backing
 from wisp_core.pager.host_store import paged_parameters
 from wisp_core.pager.pager import ForwardInfo, Pager
 from wisp_core.pager.registry import set_current_pager
@@ -105,6 +106,8 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
             if pager.is_ready:
                 _log_ready(pager)
 
+        # Else vLLM moves each layer to the device for post-processing and back to the host afterwards.
+        quant_method.requires_device_loading = False
         quant_method.create_weights = create_in_host_memory
         quant_method.process_weights_after_loading = process_and_page
 
@@ -115,9 +118,18 @@ def _pager_of_engine(vllm_config: Any, moe_config: FusedMoEConfig, settings: Wis
         experts = getattr(runner, "routed_experts", None)
         if isinstance(experts, PagedRoutedExperts) and experts._pager is not None:
             return experts._pager
-    pager = Pager(settings, moe_config.num_experts, moe_config.experts_per_token, MemfdBacking())
+    backing = _backing(vllm_config.device_config.device_type)
+    pager = Pager(settings, moe_config.num_experts, moe_config.experts_per_token, backing)
     set_current_pager(pager)
     return pager
+
+
+def _backing(device_type: str) -> Backing:
+    if device_type == "cpu":
+        return MemfdBacking()
+    from wisp_core.memory.cuda_vmm import CudaBacking  # needs cuda.bindings, which a CPU machine has not
+
+    return CudaBacking(device_type)
 
 
 def _describe_forward() -> ForwardInfo | None:

@@ -55,12 +55,15 @@ class ForwardObserver(Protocol):
 class _Layer:
     """Table, slots and curves of one layer."""
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing, pin: bool) -> None:
-        store = HostStore(tensors, is_pinned=pin)
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing) -> None:
+        store = HostStore(tensors)
         self.expert_bytes = store.expert_bytes
         self.table = SlotTable(store.num_experts, cap)
         self.slots = LayerSlots(name, store, backing)
         self.slots.back(0, cap)
+        self.is_on_gpu = self.slots.is_on_gpu
+        if self.is_on_gpu:
+            store.pin()
         self.decode_curve = MissCurve(store.num_experts, DECODE_HALF_LIFE_STEPS)
         self.prefill_curve = MissCurve(store.num_experts, PREFILL_HALF_LIFE_STEPS)
 
@@ -90,9 +93,7 @@ class Pager:
         self.reset_statistics()
         return len(self._layers) - 1
 
-    def page_layer(
-        self, index: int, tensors: Mapping[str, torch.Tensor], is_pinned: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def page_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take over the host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
 
         Raises UnsupportedModelError when its experts differ in size from the other layers', MemoryError when the
@@ -100,7 +101,7 @@ class Pager:
         """
         if self._layers[index] is not None:
             raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
-        layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing, is_pinned)
+        layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing)
         other = next((known for known in self._layers if known is not None), layer)
         if (other.expert_bytes, other.table.num_experts) != (layer.expert_bytes, layer.table.num_experts):
             raise UnsupportedModelError(
@@ -283,7 +284,7 @@ class Pager:
     def _copy(self, layer: _Layer, copies: list[tuple[int, int]]) -> None:
         start_s = time.perf_counter()
         layer.slots.copy_in(copies)
-        if torch.cuda.is_available():
+        if layer.is_on_gpu:
             torch.cuda.current_stream().synchronize()  # only so that the copies' time is known
         self._link.charge(len(copies) * layer.expert_bytes, time.perf_counter() - start_s)
 

@@ -22,7 +22,7 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     """
     reasons = [
         *_parallelism(moe_config.moe_parallel_config, vllm_config.parallel_config),
-        *_kernel(quant_method),
+        *_kernel(quant_method, vllm_config.device_config.device_type),
         *_features(vllm_config),
     ]
     if reasons:
@@ -49,7 +49,7 @@ def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
     return reasons
 
 
-def _kernel(quant_method: Any) -> list[str]:
+def _kernel(quant_method: Any, device_type: str) -> list[str]:
     # By name: a quantized method may well be a subclass.
     if type(quant_method).__name__ != "UnquantizedFusedMoEMethod":
         return [
@@ -58,6 +58,9 @@ def _kernel(quant_method: Any) -> list[str]:
         ]
     if quant_method.is_monolithic:
         return ["the MoE kernel routes by itself (monolithic): set --moe-backend triton"]
+    # Weights are post-processed in host memory, which is tried for vLLM's CPU kernels and a no-op for Triton.
+    if device_type != "cpu" and quant_method.unquantized_backend.name != "TRITON":
+        return [f"the {quant_method.unquantized_backend.name} MoE kernel: untested; set --moe-backend triton"]
     return []
 
 
