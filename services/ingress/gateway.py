@@ -33,6 +33,8 @@ MAX_BUFFERED_BYTES = 4 << 20
 """Bytes of one answer that may wait for a slow client."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """Where the configuration leaves the context length to the model: what a turn without a limit reserves at most."""
+TURN_HEADER = "x-turn-id"
+"""The turn's id in the answer; Serve sets ``x-request-id`` itself."""
 CLIENT_GONE = 499
 
 
@@ -140,7 +142,7 @@ class Gateway:
             raise
         return Reply(
             reply.status,
-            {**reply.headers, SESSION_HEADER: session.session_id, "x-request-id": running.turn_id},
+            {**reply.headers, SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id},
             reply.body,
         )
 

@@ -216,8 +216,8 @@ async def test_a_whole_answer_passes_as_the_engine_gave_it(service: Service) -> 
     assert service.handle.session_ids == ["a/ann/s1"]
     assert (arguments["session_key"], arguments["user_key"], arguments["tenant"]) == ("a/ann/s1", "a/ann", "a")
     assert json.loads(arguments["body"])["cache_salt"] == cache_salt("salt", "a", "mine")
-    assert arguments["headers"]["x-request-id"] == reply.headers["x-request-id"]
-    assert reply.headers["x-request-id"].startswith("a-")
+    assert arguments["headers"]["x-request-id"] == reply.headers["x-turn-id"]
+    assert reply.headers["x-turn-id"].startswith("a-")
 
 
 async def test_a_turn_is_recorded_with_what_the_engine_counted(service: Service) -> None:
