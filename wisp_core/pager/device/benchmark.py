@@ -1,6 +1,6 @@
 """What paging itself costs on this GPU, without a model: link, gather, plan, resize.
 
-    python -m wisp_core.pager.device.benchmark --output loadtests/results/pager-overhead.json
+    python -m wisp_core.pager.device.benchmark --output loadtests/results/device-pager-overhead-h200.json
 
 Each figure is the median of repeated runs, timed by device events, with the least and the largest. The link is a
 page-locked copy measured in the same process. Routing comes from a seeded trace: 46 % of a request's experts repeat
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import mmap
 import os
 import statistics
 import sys
@@ -107,10 +109,15 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_experts(shape: Shape) -> list[torch.Tensor]:
-    """Random weights of one layer, page-locked."""
-    sizes = [(shape.num_experts, *part) for part in (shape.w13, shape.w2)]
-    made = [torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=DEVICE).cpu() for size in sizes]
-    return [page_locked(weights).view(torch.bfloat16) for weights in made]
+    """Random weights of one layer, page-aligned and page-locked."""
+    experts = []
+    for part in (shape.w13, shape.w2):
+        size = (shape.num_experts, *part)
+        pages = mmap.mmap(-1, math.prod(size) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        weights = torch.frombuffer(pages, dtype=torch.int16).view(size)
+        weights.copy_(torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=DEVICE))
+        experts.append(page_locked(weights).view(torch.bfloat16))
+    return experts
 
 
 def measure_link(experts: list[torch.Tensor]) -> float:

@@ -5,6 +5,7 @@ expert, so the same captured launch copies any number of them. The same kernel m
 
 Reads by programs have a ceiling of their own: 51.3 GB/s on an H200 whose copy engine reaches 55.4. 8 programs reach it,
 and neither load hints, bulk copies through shared memory, huge pages nor write-combined memory raise it (all tried).
+Host rows must start on 128 bytes for that: at 64, as malloc and torch place them, it is 49.3 GB/s.
 """
 
 # Kernels are Triton's language, not Python's:
