@@ -228,6 +228,34 @@ def test_a_plan_below_the_floor_fails_and_says_so(engine: OfflineEngine) -> None
     assert "15 KV blocks are below κ_min: a request of max_model_len 512 tokens needs 16" in outcome.reason
 
 
+@pytest.mark.parametrize(
+    ("target_cap", "method", "error"),
+    [(4, "back", MemoryError("no pages")), (27, "release", OSError("no permission"))],
+)
+def test_a_failure_in_the_worker_is_rolled_back(
+    engine: OfflineEngine,
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    target_cap: int,
+    method: str,
+    error: Exception,
+) -> None:
+    def fail(ranges: object) -> None:
+        raise error
+
+    before = engine.snapshot()
+    with monkeypatch.context() as broken:
+        region = memory_of(engine)._region
+        broken.setattr(region, method, fail)
+        outcome = engine.resize(engine.plan(full_split(before, target_cap)))
+    assert (outcome.outcome, outcome.after) == (Outcome.FAILED, before.split)
+    assert f"{error}; rolled back" in outcome.reason
+    engine.check_integrity()
+    after = engine.snapshot()
+    assert (after.split, after.resident_bytes) == (before.split, before.resident_bytes)
+    assert answers(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
 def test_a_write_outside_the_backed_pages_is_found(engine: OfflineEngine) -> None:
     memory = memory_of(engine)
     assert move(engine, 27) is Outcome.APPLIED

@@ -75,6 +75,7 @@ def test_only_touched_keys_are_exported(engine: OfflineEngine) -> None:
 
 def test_prefixes_of_a_session_key() -> None:
     assert list(prefixes("t/u/s")) == ["", "t", "t/u", "t/u/s"]
+    assert list(prefixes("t/u/s/1")) == ["", "t", "t/u", "t/u/s/1"]
     assert list(prefixes("")) == [""]
 
 

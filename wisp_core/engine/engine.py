@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class WispEngine:
         """Use `start`."""
         self._request = request
         self._live: _Incarnation | None = None
-        self._pids: list[int] = []
+        self._processes: list[psutil.Process] = []
 
     @classmethod
     async def start(
@@ -128,7 +129,7 @@ class WispEngine:
 
     def engine_pids(self) -> list[int]:
         """Processes of the engine, this one excluded: vLLM's engine core and its worker."""
-        return list(self._pids)
+        return [process.pid for process in self._processes]
 
     async def snapshot(self) -> ReplicaSnapshot:
         """State, demand and rates now."""
@@ -188,10 +189,10 @@ class WispEngine:
     async def shutdown(self) -> None:
         """Stop the engine and wait until its processes are gone."""
         live, self._live = self._live, None
-        pids, self._pids = self._pids, []
+        processes, self._processes = self._processes, []
         if live is not None:
             await asyncio.to_thread(live.llm.shutdown)
-        await asyncio.to_thread(_wait_gone, pids)
+        await asyncio.to_thread(_wait_gone, processes)
 
     async def _launch(self) -> None:
         request = self._request
@@ -213,7 +214,7 @@ class WispEngine:
         request = self._request
         control = AsyncControl(llm)
         facts = await control.layout()
-        self._pids = _engine_pids(facts.worker_pid)
+        self._processes = _engine_processes(facts.worker_pid)
         incarnation = uuid.uuid4().hex[:12]
         resizer = Resizer(
             control,
@@ -253,27 +254,23 @@ def _build(args: Any) -> AsyncLLM:
         raise ConfigurationError(f"the engine did not start, its log names the setting to change: {error}") from error
 
 
-def _engine_pids(worker_pid: int) -> list[int]:
-    """The worker and its parent, vLLM's engine core; on one GPU both are one process."""
+def _engine_processes(worker_pid: int) -> list[psutil.Process]:
+    """vLLM's engine core and its child, the worker; on one GPU both are one process, a child of this one."""
     try:
-        core_pid = psutil.Process(worker_pid).ppid()
+        worker = psutil.Process(worker_pid)
+        core = worker.parent()
     except psutil.NoSuchProcess as error:
         raise EngineUnavailableError("the engine died while it started") from error
-    return [pid for pid in dict.fromkeys((core_pid, worker_pid)) if pid not in (os.getpid(), os.getppid())]
+    return [worker] if core is None or core.pid == os.getpid() else [core, worker]
 
 
-def _wait_gone(pids: list[int]) -> None:
+def _wait_gone(processes: list[psutil.Process]) -> None:
     """Wait for processes to exit, and kill what does not: a hung one never would."""
-    processes = []
-    for pid in pids:
-        try:
-            processes.append(psutil.Process(pid))
-        except psutil.NoSuchProcess:
-            continue
     _, alive = psutil.wait_procs(processes, timeout=_EXIT_GRACE_S)
     for process in alive:
         logger.warning("killing engine process %d: it did not exit within %g s", process.pid, _EXIT_GRACE_S)
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)
 
 

@@ -70,9 +70,9 @@ class SessionTally:
 
 
 def prefixes(session_key: str) -> Iterator[str]:
-    """``""``, ``tenant``, ``tenant/user``, ``tenant/user/session``."""
+    """``""``, ``tenant``, ``tenant/user``, ``tenant/user/session``; a session may have slashes of its own."""
     yield EVERYONE
-    parts = session_key.split("/") if session_key else []
+    parts = session_key.split("/", 2) if session_key else []
     for depth in range(1, len(parts) + 1):
         yield "/".join(parts[:depth])
 
