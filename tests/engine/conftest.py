@@ -13,12 +13,13 @@ import pytest
 
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
-# Before vLLM is imported: one process (seconds instead of half a minute per engine), every core, no chatter.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: seconds instead of half a minute per engine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # every core
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 EngineFactory = Callable[..., AbstractContextManager[Any]]
 
@@ -28,6 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.path).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_environment() -> Iterator[None]:
+    """What vLLM reads when an engine is built; undone after each file, since other tests start servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, os.environ.get(name, value))
+        yield
 
 
 @pytest.fixture(scope="session")

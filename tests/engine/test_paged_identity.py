@@ -6,13 +6,15 @@ The four engine factors are covered pairwise by five pairs of engine starts, and
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from conftest import EngineFactory
 
 from wisp_core.pager.registry import current_pager
 
@@ -20,6 +22,8 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY = 4, 32, 4, 1000
 CAPS = (TOP_K, TOP_K + 1, NUM_EXPERTS // 2, NUM_EXPERTS)
 MAX_MODEL_LEN = 320
 SHARED_TOKENS = 132
+
+EngineFactory = Callable[..., AbstractContextManager[Any]]
 
 Answer = tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]]
 """Tokens, and for each of them its log-probabilities by token id."""
@@ -104,6 +108,11 @@ def run(llm: Any, arguments: Arguments) -> list[Answer]:
     return [answer for count, is_greedy in batches for answer in answers(llm, count, is_greedy, arguments.is_chunked)]
 
 
+def paged_layers(llm: Any) -> list[Any]:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return [module for module in worker.model_runner.model.modules() if type(module).__name__ == "PagedRoutedExperts"]
+
+
 def metric(llm: Any, name: str) -> int:
     return sum(found.value for found in llm.get_metrics() if found.name == name)
 
@@ -148,24 +157,29 @@ def check_paging_was_real(pager: Any, cap: int) -> None:
 
 def test_experts_live_in_host_memory_once_and_in_slots_by_cap(open_engine: EngineFactory) -> None:
     with open_engine({"cap": 8}, num_gpu_blocks_override=20) as llm:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        layers = [m for m in worker.model_runner.model.modules() if type(m).__name__ == "PagedRoutedExperts"]
+        layers = paged_layers(llm)
         assert len(layers) == NUM_LAYERS
         pager = current_pager()
         assert pager is not None
-        for index, layer in enumerate(layers):
-            for name in ("w13_weight", "w2_weight"):
-                slots = getattr(layer, name).data
-                assert slots.shape[0] == NUM_EXPERTS
-                assert slots.data_ptr() == pager._layer(index).slots.tensors[name].data_ptr()
         assert pager.resident_bytes() == pager.experts_bytes_by_cap()[8]
+        in_use = {getattr(layer, name).data_ptr() for layer in layers for name in ("w13_weight", "w2_weight")}
+        # Every living tensor with all experts in front: slots, and one host copy of each parameter.
+        gc.unfreeze()  # vLLM hides what lives at start from the collector
+        addresses = {
+            tensor.data_ptr()
+            for tensor in gc.get_objects()
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.device.type == "cpu"  # vLLM keeps shapes of reloadable weights as meta tensors
+            and tensor.dim() == 3
+            and tensor.shape[0] == NUM_EXPERTS
+        }
+        assert in_use < addresses
+        assert len(addresses) == 2 * len(in_use) == 4 * NUM_LAYERS
 
 
 def test_without_a_wisp_object_the_layer_is_vllms_own(open_engine: EngineFactory) -> None:
     with open_engine(None, num_gpu_blocks_override=20) as llm:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        layers = [m for m in worker.model_runner.model.modules() if type(m).__name__ == "PagedRoutedExperts"]
-        assert [layer._pager for layer in layers] == [None] * NUM_LAYERS
+        assert [layer._pager for layer in paged_layers(llm)] == [None] * NUM_LAYERS
         assert current_pager() is None
 
 
