@@ -30,6 +30,7 @@ ROUTER_CLASS = "services.ingress.router.WispRouter"
 _OBJECT_STORE_BYTES = 100 << 20
 """Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
 _SPARE_CPUS = 2
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 READY_TIMEOUT_S = 300.0
 
 
@@ -101,7 +102,7 @@ class Service:
             self._redis_url = self.valkey.url
         self._start_ray()
         self.run_policy()
-        serve.run(self._application(), name=self.config.name, route_prefix="/")
+        serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=_LOGGING)
         self._wait_ready()
         self._publish()
 
@@ -119,13 +120,13 @@ class Service:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config=_LOGGING,
         )
 
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._redis_url, self._redis_password)
-        serve.run(policy, name=self.policy_app, route_prefix=None)
+        serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=_LOGGING)
 
     @property
     def policy_app(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -26,14 +27,14 @@ class Phase(StrEnum):
 class WorkloadSettings:
     """How much is done."""
 
-    burst_s: float = 28.0
+    burst_s: float = 26.0
     """A burst phase lasts this long; each agent starts its next turn at once or after a short pause."""
     burst_pause_s: float = 0.1
     burst_sessions_per_user: int = 2
-    burst_context_tokens: int = 900
+    burst_context_tokens: int = 600
     """An agent whose context is longer starts a new conversation, as agents do between tasks."""
-    long_s: float = 28.0
-    long_document_words: int = 2400
+    long_s: float = 26.0
+    long_document_words: int = 3000
     long_followup_words: int = 120
     long_followups: int = 2
     long_sessions_per_user: int = 1
@@ -85,6 +86,12 @@ class Driver:
     def num_failed(self) -> int:
         """Turns so far without a complete answer."""
         return sum(figures.num_failed for figures in self.sessions.values())
+
+    @property
+    def errors(self) -> Counter[str]:
+        """Errors so far, and how often each came."""
+        results = (result for figures in self.sessions.values() for result in figures.results)
+        return Counter(result.error for result in results if result.error is not None)
 
     async def run(self, phase: Phase, label: str) -> None:
         """Run one phase to its end; every session gets at least one turn."""

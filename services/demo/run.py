@@ -33,6 +33,7 @@ CONFIG_FILE = Path(__file__).parents[2] / "infra" / "serve" / "demo.yaml"
 NUM_SAMPLES = 24
 _PROGRESS_PERIOD_S = 4.0
 _LOG_LENGTH = 200
+_TABLE_WIDTH = 204
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,8 @@ class Demo:
                 MemorySampler(await self._engine_pids(), {one.replica_id: one.budget_bytes for one in start})
             )
             await self._drive(driver, store)
+            for error, count in driver.errors.most_common(5):
+                self._console.print(f"[red]{count} turns failed: {error}")
             samples = pick(driver.recorded, NUM_SAMPLES)
             self._console.print(f"replaying {len(samples)} prompts on a live replica")
             live = await replay_live(clients, self._config.model.name, samples)
@@ -215,7 +218,7 @@ class Demo:
     async def _show(
         self, driver: Driver, store: Store, start: Sequence[ReplicaSnapshot], sampler: MemorySampler
     ) -> dict[str, list[Resize]]:
-        out = Console(width=max(140, self._console.width))
+        out = Console(width=max(_TABLE_WIDTH, self._console.width))
         placements = await store.read_placements(driver.sessions)
         out.print(session_table(driver.sessions, placements, await store.read_signatures(driver.sessions)))
         ends = {one.replica_id: one.split for one in await store.list_snapshots()}

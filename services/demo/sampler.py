@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from wisp_core.memory.memfd import MAPPING_PREFIX
 from wisp_core.memory.smaps import resident_bytes
 
 PERIOD_S = 0.1
+
+
+KV_PREFIX = f"{MAPPING_PREFIX}kv"
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,11 @@ class Sample:
 
     at_s: float
     resident_bytes: int
+    kv_bytes: int
+
+    def __str__(self) -> str:
+        """Both pools in MiB."""
+        return f"experts {(self.resident_bytes - self.kv_bytes) / 2**20:.1f}, KV {self.kv_bytes / 2**20:.1f}"
 
 
 class MemorySampler:
@@ -54,12 +63,14 @@ class MemorySampler:
         """Readings so far, over all replicas."""
         return sum(map(len, self._samples.values()))
 
-    def at(self, replica_id: str, time_s: float) -> int:
-        """The reading next to ``time_s``, Unix seconds; 0 without any."""
+    def at(self, replica_id: str, time_s: float) -> Sample:
+        """The reading next to ``time_s``, Unix seconds; an empty one without any."""
         samples = self._samples.get(replica_id, [])
-        return min(samples, key=lambda sample: abs(sample.at_s - time_s)).resident_bytes if samples else 0
+        return min(samples, key=lambda sample: abs(sample.at_s - time_s), default=Sample(time_s, 0, 0))
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):
             for replica_id, pids in self._pids.items():
-                self._samples[replica_id].append(Sample(time.time(), sum(map(resident_bytes, pids))))
+                # KV first: what moves between the two readings is then counted as experts, never twice.
+                kv_bytes = sum(resident_bytes(pid, KV_PREFIX) for pid in pids)
+                self._samples[replica_id].append(Sample(time.time(), sum(map(resident_bytes, pids)), kv_bytes))

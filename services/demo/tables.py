@@ -73,9 +73,12 @@ def replica_table(
     replica_id: str, start: Split, end: Split, resizes: Sequence[Resize], sampler: MemorySampler
 ) -> Table:
     """One row per decision that became a plan."""
-    table = Table(title=f"Replica {replica_id}: {show_split(start)} at the start, {show_split(end)} at the end")
-    for name in ("before", "saw", "decided", "outcome", "after", "moved, MiB", "resident from outside, MiB"):
-        table.add_column(name, overflow="fold")
+    title = f"Replica {replica_id}: {show_split(start)} at the start, {show_split(end)} at the end"
+    table = Table(title=title, show_lines=True)
+    widths = {"before": 11, "saw": 40, "decided": 60, "outcome": 26, "after": 11, "moved, MiB": 6}
+    for name, width in widths.items():
+        table.add_column(name, width=width)
+    table.add_column("resident from outside, MiB", width=22)
     for resize in resizes:
         outcome = resize.outcome
         started_s = outcome.at_s - outcome.pause_ms / 1000
@@ -88,7 +91,7 @@ def replica_table(
             f"{outcome.outcome.value}: {outcome.reason}",
             show_split(outcome.after),
             f"{outcome.bytes_moved / 2**20:.1f}",
-            f"{before / 2**20:.1f} -> {after / 2**20:.1f}",
+            f"{before} -> {after}",
         )
     if not resizes:
         table.add_row(show_split(start), "", "no resize", "", show_split(end), "0.0", "")

@@ -12,16 +12,15 @@ from wisp_core.model.tiny_tokenizer import topic_words
 
 Message = dict[str, Any]
 
-LOOKUP_TOOL: dict[str, Any] = {
+FIND_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
-        "name": "lookup",
-        "description": "Read one page of the index.",
+        "name": "find",
+        "description": "Read a page.",
         "parameters": {
             "type": "object",
             "properties": {"page": {"type": "integer", "enum": list(range(1, 10))}},
             "required": ["page"],
-            "additionalProperties": False,
         },
     },
 }
@@ -87,7 +86,7 @@ class Agent:
         is_call = self.messages[-1]["role"] != "tool"
         if is_call:
             self.messages.append({"role": "user", "content": self.say(16)})
-        return self._turn(24 if is_call else 20, (LOOKUP_TOOL,), is_tool_forced=is_call)
+        return self._turn(64 if is_call else 20, (FIND_TOOL,), is_tool_forced=is_call)
 
     def long_turn(self, num_words: int, max_tokens: int = 48) -> Turn:
         """A turn that puts ``num_words`` more words into the context."""

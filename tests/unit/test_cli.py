@@ -1,0 +1,92 @@
+"""The command line: errors an operator can fix are one message; secrets are private; settings reach their process."""
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.environment import replica_environment
+from services.replica.deployment import wisp_settings, with_session
+from services.secret_files import ServiceSecrets, read_or_create, secret_path, tenant_spec
+from wisp_core.errors import ConfigurationError
+
+
+def wisp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_bad_file_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("model: {path: m}\nreplica: {vram_budget_bytes: 0}\ntenants: []\n")
+    done = wisp("serve", "--config", str(path))
+    assert done.returncode == 2
+    assert "replica.vram_budget_bytes" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_status_without_a_service_says_how_to_start_one(tmp_path: Path) -> None:
+    done = wisp("status", "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "wisp serve" in done.stderr
+
+
+def test_model_tiny_writes_a_checkpoint_and_refuses_a_bad_shape(tmp_path: Path) -> None:
+    shape = ["--experts", "4", "--top-k", "2", "--layers", "1", "--hidden", "64", "--moe-intermediate", "32"]
+    assert wisp("model", "tiny", str(tmp_path / "m"), *shape).returncode == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "m").iterdir()}
+    done = wisp("model", "tiny", str(tmp_path / "n"), "--experts", "4", "--top-k", "8")
+    assert done.returncode == 2
+    assert "top_k 8" in done.stderr
+    assert not (tmp_path / "n").exists()
+
+
+def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
+    first = ServiceSecrets.load(tmp_path)
+    assert ServiceSecrets.load(tmp_path) == first
+    assert len({first.admin_key, first.cache_salt_key, first.redis_password}) == 3
+    for name in ("admin", "cache-salt", "redis"):
+        path = secret_path(tmp_path, name)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").touch()
+    with pytest.raises(ConfigurationError, match="empty"):
+        read_or_create(tmp_path / "key")
+
+
+def test_the_store_gets_the_hash_of_a_key_only(tmp_path: Path) -> None:
+    tenant = TenantSettings(tenant_id="acme", key_file=tmp_path / "acme.key")
+    spec = tenant_spec(tenant)
+    assert spec == tenant_spec(tenant).model_copy(update={"at_s": spec.at_s})
+    assert read_or_create(tmp_path / "acme.key") not in spec.model_dump_json()
+
+
+def test_the_session_reaches_the_engine_whatever_the_client_sent() -> None:
+    body = with_session(b'{"model": "m", "vllm_xargs": {"wisp_session": "other", "a": 1}}', "t/u/s")
+    assert body == b'{"model": "m", "vllm_xargs": {"wisp_session": "t/u/s", "a": 1}}'
+    assert with_session(b"no json", "t/u/s") == b"no json"
+    assert with_session(b"[1]", "t/u/s") == b"[1]"
+
+
+def test_replica_settings_become_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config = ServiceConfig(
+        model=ModelSettings(path=str(tmp_path)),
+        replica=ReplicaSettings(vram_budget_bytes=1000, initial_cap=7, env={"VLLM_LOGGING_LEVEL": "DEBUG"}),
+        tenants=(TenantSettings(tenant_id="acme", key_file=tmp_path / "k"),),
+    )
+    settings = wisp_settings(config.replica)
+    assert (settings.cap, settings.vram_budget_bytes) == (7, 1000)
+    environment = replica_environment(config)
+    assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in replica_environment(
+        config.model_copy(update={"replica": config.replica.model_copy(update={"num_gpus": 1})})
+    )

@@ -1,0 +1,68 @@
+"""The service's file: the shipped ones load, every error comes at once, unknown keys are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.serve import load_config
+from services.config import ServiceConfig
+from wisp_core.errors import ConfigurationError
+
+FILES = sorted((Path(__file__).parents[2] / "infra" / "serve").glob("*.yaml"))
+MINIMAL = """
+model: {path: m}
+replica: {vram_budget_bytes: 1000}
+tenants: [{tenant_id: acme, key_file: k}]
+"""
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "service.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_shipped_files_load(path: Path) -> None:
+    config = ServiceConfig.load(path)
+    assert config.replica.count >= 1
+    assert ServiceConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_defaults_need_only_model_budget_and_tenant(tmp_path: Path) -> None:
+    config = ServiceConfig.load(write(tmp_path, MINIMAL))
+    assert config.policy.name == "mv_wsa"
+    assert config.redis.url is None
+    assert config.http.host == "127.0.0.1"
+
+
+def test_every_error_is_told_at_once(tmp_path: Path) -> None:
+    text = MINIMAL.replace("1000", "-1").replace("acme", "Acme Inc") + "http: {port: 70000}\ncolour: red\n"
+    with pytest.raises(ConfigurationError) as caught:
+        ServiceConfig.load(write(tmp_path, text))
+    for name in ("replica.vram_budget_bytes", "tenants.0.tenant_id", "http.port", "colour"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["key_sha256: abc, key_file: k", ""])
+def test_a_tenant_has_exactly_one_key(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigurationError):
+        ServiceConfig.load(write(tmp_path, MINIMAL.replace("key_file: k", key).replace(", }", "}")))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", ""])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"service\.yaml"):
+        ServiceConfig.load(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
+        ServiceConfig.load(tmp_path / "absent.yaml")
+
+
+def test_redis_url_of_the_command_line_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "redis: {timeout_s: 0.5}\n")
+    config = load_config(path, "redis://elsewhere:1/0")
+    assert config.redis.url == "redis://elsewhere:1/0"
+    assert config.redis.timeout_s == 0.5

@@ -1,0 +1,71 @@
+"""Project files agree with each other: README's tree, its commands, the pinned set, the names in the package."""
+
+import re
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def tree_paths() -> list[str]:
+    """Paths of README's annotated tree: two spaces of indentation per folder."""
+    block = re.search(r"```text\n(services/.*?)```", README, re.DOTALL)
+    assert block is not None, "README has no tree"
+    paths, folders = [], []
+    for line in block.group(1).splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        paths.append("".join(folders))
+    return paths
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    paths = tree_paths()
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_tree_shows_every_package() -> None:
+    packages = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for top in ("services", "wisp_core", "policies", "loadtests")
+        for path in (ROOT / top).glob("*/__init__.py")
+    }
+    assert packages - set(tree_paths()) == set()
+
+
+def test_every_make_verb_in_the_readme_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = set(re.findall(r"(?:`|^)make ([a-z]+)", README, re.MULTILINE))
+    assert {"demo", "test", "check", "soak", "bench", "clean"} <= verbs
+    assert [verb for verb in sorted(verbs) if not re.search(rf"^{verb}:", makefile, re.MULTILINE)] == []
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in target]
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_pinned_set_is_exact_and_satisfies_the_metadata() -> None:
+    lines = [line for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["cpu"] + project["optional-dependencies"]["dev"]
+    for requirement in map(Requirement, wanted):
+        version = canonical[re.sub(r"[-_.]+", "-", requirement.name).lower()]
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is pinned to {version}"
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "wisp.policies"])
+def test_entry_points_load(group: str) -> None:
+    own = [point for point in entry_points(group=group) if point.dist is not None and point.dist.name == "wisp"]
+    assert own
+    for point in own:
+        assert (ROOT / Path(*point.module.split("."))).with_suffix(".py").exists()
