@@ -127,3 +127,6 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise RuntimeError("an in-process command tried to wait")
+
+
+__all__ = ["REPLICA_ID", "OfflineEngine", "SamplingParams"]
