@@ -56,6 +56,12 @@ class ReplicaSettings(Section):
     num_cpus: float = Field(default=1.0, ge=0, description="Ray CPUs per replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; 0 on CPU.")
     max_ongoing_turns: int = Field(default=64, gt=0, description="Turns a replica accepts at once, queue included.")
+    window_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Span of the rates and of the KV demand that a policy sees, seconds: above usual think times, and "
+        "the time a policy needs to notice that the work has changed.",
+    )
     snapshot_period_s: float = Field(default=0.5, gt=0, description="How often snapshots go to Redis, seconds.")
     graceful_shutdown_timeout_s: float = Field(default=300.0, gt=0, description="Above the longest turn, seconds.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment of each replica's engine.")

@@ -32,6 +32,9 @@ class WispSettings(BaseModel):
         gt=0,
         description="CPU only: charge expert copies at this speed. None: copies cost what they cost.",
     )
+    window_s: float = Field(
+        default=10.0, gt=0, description="Span of the rates, means and peaks that a snapshot reports, seconds."
+    )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
 
     @classmethod

@@ -171,6 +171,7 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         activation_bytes=replica.activation_bytes,
         min_cap=replica.min_cap,
         emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
+        window_s=replica.window_s,
         drain_timeout_s=replica.drain_timeout_s,
     )
 

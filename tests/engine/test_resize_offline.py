@@ -283,6 +283,7 @@ def test_demand_is_measured(engine: OfflineEngine) -> None:
     assert (after.running_turns, after.used_blocks) == (0, 0)
     assert after.cached_blocks > 0
     assert after.mean_turns > 0
+    assert after.prompt_tokens_per_s > 0
     assert sum(found.turns_per_s for found in after.reuse) > 0
 
 

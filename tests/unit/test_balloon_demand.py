@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, Turn
+from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, Turn, WindowedRate
 
 
 def turn(prompt: int, output: int = 0, limit: int = 100, held: int = 0) -> Turn:
@@ -62,3 +62,13 @@ def test_a_long_silence_is_charged_with_the_state_that_held() -> None:
     demand.observe(0.0, used_blocks=0, running=[turn(64, limit=16)], waiting=[])
     assert demand.mean_turns(1000.0) == pytest.approx(1.0)
     assert demand.peak_demand_blocks(1000.0) == 5
+
+
+def test_a_rate_covers_the_window_or_the_time_since_the_start() -> None:
+    rate = WindowedRate(window_s=10.0)
+    assert rate.per_s(0.0, observed_s=0.0) == 0.0
+    rate.add(1.0, 600)
+    rate.add(4.0, 200)
+    assert rate.per_s(4.0, observed_s=4.0) == pytest.approx(200.0)
+    assert rate.per_s(11.5, observed_s=11.5) == pytest.approx(20.0)
+    assert rate.per_s(30.0, observed_s=30.0) == 0.0

@@ -25,7 +25,6 @@ from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.session_tally import EVERYONE
 from wisp_core.engine.telemetry import RateWindow, build_snapshot
-from wisp_core.engine.turn_meter import WINDOW_S
 from wisp_core.engine.vllm_control import AsyncControl
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.settings import WispSettings
@@ -230,7 +229,7 @@ class WispEngine:
             control=control,
             facts=facts,
             resizer=resizer,
-            rates=RateWindow(WINDOW_S),
+            rates=RateWindow(request.settings.window_s),
             app=await openai_app(llm, args),
         )
 

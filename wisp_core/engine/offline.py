@@ -15,7 +15,6 @@ from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.telemetry import RateWindow, build_snapshot
-from wisp_core.engine.turn_meter import WINDOW_S
 from wisp_core.engine.vllm_control import LocalControl
 from wisp_core.errors import ConfigurationError
 from wisp_core.settings import WispSettings
@@ -43,7 +42,7 @@ class OfflineEngine:
         self._resizer: Resizer | None = None
         if settings is not None:
             self._control = LocalControl(self.llm)
-            self._rates = RateWindow(WINDOW_S)
+            self._rates = RateWindow(settings.window_s)
             self._facts = _run(self._control.layout())
             self._resizer = Resizer(
                 self._control,

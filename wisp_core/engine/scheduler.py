@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.reports import SchedulerReport, TakeReport
 from wisp_core.engine.turn_meter import TurnMeter
+from wisp_core.settings import WispSettings
 
 
 class WispSchedulerMixin:
@@ -25,12 +26,14 @@ class WispSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
+        settings = WispSettings.from_additional_config(scheduler.vllm_config.additional_config) or WispSettings()
         self._wisp_balloon = BlockBalloon(scheduler.kv_cache_manager, watermark=scheduler.scheduler_config.watermark)
         self._wisp_meter = TurnMeter(
             scheduler,
             self._wisp_balloon,
             block_tokens=scheduler.block_size,
             max_blocks=len(scheduler.kv_cache_manager.block_pool.blocks),
+            window_s=settings.window_s,
         )
         self._wisp_command_seconds = 0.0
         self._wisp_commands: dict[str, Callable[..., Any]] = {

@@ -9,11 +9,8 @@ from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import KvDemand
 from wisp_core.engine.block_balloon import BlockBalloon
-from wisp_core.memory.kv_demand import DemandMeter, Turn
+from wisp_core.memory.kv_demand import DemandMeter, Turn, WindowedRate
 from wisp_core.memory.kv_reuse import PrefixReuse
-
-WINDOW_S = 10.0
-"""Span of the means, peaks and rates that a snapshot reports, seconds."""
 
 _REMEMBERED_POOLS = 4
 """Prefix blocks are remembered up to this many times the largest pool: reuse further apart is out of reach anyhow."""
@@ -22,14 +19,17 @@ _REMEMBERED_POOLS = 4
 class TurnMeter:
     """What running and waiting turns ask of the KV pool: work at a turn's start and end, none per step."""
 
-    def __init__(self, scheduler: Any, balloon: BlockBalloon, *, block_tokens: int, max_blocks: int) -> None:
+    def __init__(
+        self, scheduler: Any, balloon: BlockBalloon, *, block_tokens: int, max_blocks: int, window_s: float
+    ) -> None:
         self._scheduler = scheduler
         self._balloon = balloon
         self._block_tokens = block_tokens
-        self._demand = DemandMeter(window_s=WINDOW_S, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
+        self._demand = DemandMeter(window_s=window_s, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
         self._reuse = PrefixReuse(
-            max_blocks=_REMEMBERED_POOLS * max_blocks, block_tokens=block_tokens, window_s=WINDOW_S
+            max_blocks=_REMEMBERED_POOLS * max_blocks, block_tokens=block_tokens, window_s=window_s
         )
+        self._prompts = WindowedRate(window_s)
         self._started_s = time.monotonic()
         self._preemptions = 0
 
@@ -52,6 +52,7 @@ class TurnMeter:
             cached_blocks=self._balloon.num_cached_blocks(),
             mean_turns=self._demand.mean_turns(now_s),
             preemptions=self._preemptions,
+            prompt_tokens_per_s=self._prompts.per_s(now_s, now_s - self._started_s),
             reuse=self._reuse.bins(now_s, now_s - self._started_s),
         )
 
@@ -66,6 +67,7 @@ class TurnMeter:
         now_s = time.monotonic()
         for request_id in request_ids:
             request = self._scheduler.requests[request_id]
+            self._prompts.add(now_s, request.num_prompt_tokens)
             if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
                 num_full = request.num_prompt_tokens // self._block_tokens
                 num_reusable = (request.num_prompt_tokens - 1) // self._block_tokens

@@ -44,6 +44,24 @@ class OutputLengths:
         return min(turn.max_output_tokens, max(round(self._mean_tokens), turn.output_tokens + 1))
 
 
+class WindowedRate:
+    """Amounts per second over the last ``window_s`` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._amounts: deque[tuple[float, float]] = deque()
+
+    def add(self, now_s: float, amount: float) -> None:
+        """Count ``amount`` now."""
+        self._amounts.append((now_s, amount))
+
+    def per_s(self, now_s: float, observed_s: float) -> float:
+        """Mean over the window or, early on, over the ``observed_s`` seconds since the start."""
+        while self._amounts and self._amounts[0][0] < now_s - self._window_s:
+            self._amounts.popleft()
+        return sum(amount for _, amount in self._amounts) / max(min(self._window_s, observed_s), 1e-3)
+
+
 class DemandMeter:
     """Means and peaks over a sliding window of ``window_s`` seconds, kept in ``num_buckets`` buckets."""
 
