@@ -20,6 +20,7 @@ from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedMode
 from wisp_core.memory.region import Backing
 from wisp_core.pager.counters import ForwardCounter
 from wisp_core.pager.host_store import HostStore
+from wisp_core.pager.initial_cap import initial_cap
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.link import Link
 from wisp_core.pager.slot_table import SlotTable
@@ -76,7 +77,7 @@ class Pager:
         self.num_experts = num_experts
         self.top_k = top_k
         self.observer: ForwardObserver | None = None
-        self.cap = self._initial_cap(settings)
+        self.cap = initial_cap(settings, num_experts, top_k)
         self._backing = backing
         self._link = Link(settings.emulated_link_bytes_per_s)
         self._layers: list[_Layer | None] = []
@@ -199,6 +200,10 @@ class Pager:
         """Per layer: ids of the experts in slots, ascending."""
         return tuple(self._layer(index).table.resident() for index in range(len(self._layers)))
 
+    def tables(self) -> list[SlotTable]:
+        """The slot table of each layer, for audits between forwards: copy before planning with them."""
+        return [self._layer(index).table for index in range(len(self._layers))]
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""
         for index in range(len(self._layers)):
@@ -245,22 +250,6 @@ class Pager:
                 layer.prefill_curve.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _initial_cap(self, settings: WispSettings) -> int:
-        smallest = settings.min_cap if settings.min_cap is not None else self.top_k
-        if settings.cap is None and settings.vram_budget_bytes is None:
-            raise ConfigurationError(
-                f"additional_config.wisp needs 'cap' ({self.top_k}..{self.num_experts} expert slots per layer) or "
-                "'vram_budget_bytes'"
-            )
-        for name, cap in (("min_cap", smallest), ("cap", settings.cap)):
-            if cap is not None and not self.top_k <= cap <= self.num_experts:
-                raise ConfigurationError(
-                    f"additional_config.wisp.{name} is {cap}, but this model routes each token to {self.top_k} of "
-                    f"{self.num_experts} experts: set it to {self.top_k}..{self.num_experts}"
-                )
-        # With a budget only, start small: whoever owns the budget grows the cap once all sizes are known.
-        return settings.cap if settings.cap is not None else smallest
 
     def _layer(self, index: int) -> _Layer:
         layer = self._layers[index]
