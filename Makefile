@@ -7,7 +7,6 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ROUNDS ?= 10
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
@@ -17,12 +16,11 @@ help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 
 # The constraints file is the complete tested set, so it is installed as it stands, without a resolver.
-# torch's CPU build comes from the configured index where that has it, else from PyTorch's own.
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "==> $(VENV): $$(grep -cv '^#' constraints-cpu.txt) pinned packages (a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -r constraints-cpu.txt \
-		|| $(PIP_INSTALL) -r constraints-cpu.txt --extra-index-url $(TORCH_INDEX)
+	@$(PIP_INSTALL) -r constraints-cpu.txt || { \
+		echo "==> if torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
