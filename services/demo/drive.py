@@ -15,6 +15,9 @@ from services.demo.identity import RecordedTurn
 from services.demo.workload import Agent, AgentSpec, Turn
 from services.ingress.sessions import SESSION_HEADER
 
+_ARRIVAL_S = 0.15
+"""Time between the starts of two sessions: agents do not arrive in the same instant."""
+
 
 class Phase(StrEnum):
     """A kind of work."""
@@ -103,6 +106,7 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for spec in specs:
                 group.create_task(play(spec, label, deadline_s))
+                await asyncio.sleep(_ARRIVAL_S)
 
     def _specs(self, phase: Phase, sessions_per_user: int) -> list[AgentSpec]:
         """Two users per tenant, each with a topic of its own."""

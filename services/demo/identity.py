@@ -20,6 +20,9 @@ from services.ingress.sessions import SALT_HEADER, SESSION_HEADER
 
 REPLAY_TOKENS = 24
 
+Answer = list[list[Any]]
+"""``[token text, log-probability]`` of each token."""
+
 
 @dataclass(frozen=True)
 class RecordedTurn:
@@ -52,10 +55,8 @@ def pick(recorded: Sequence[RecordedTurn], num_samples: int) -> list[RecordedTur
     return picked[:num_samples]
 
 
-async def replay_live(
-    clients: dict[str, AsyncOpenAI], model: str, samples: Sequence[RecordedTurn]
-) -> list[list[list[Any]]]:
-    """``[token text, log-probability]`` of each answer; one at a time, each with a salt nobody has used."""
+async def replay_live(clients: dict[str, AsyncOpenAI], model: str, samples: Sequence[RecordedTurn]) -> list[Answer]:
+    """Answers of a replica; one at a time, each with a salt nobody has used."""
     answers = []
     for sample in samples:
         completion = await clients[sample.tenant].chat.completions.create(
@@ -68,9 +69,7 @@ async def replay_live(
     return answers
 
 
-async def answer_resident(
-    config: ServiceConfig, samples: Sequence[RecordedTurn], directory: Path
-) -> list[list[list[Any]]]:
+async def answer_resident(config: ServiceConfig, samples: Sequence[RecordedTurn], directory: Path) -> list[Answer]:
     """The same prompts on an engine that holds every expert. Raises RuntimeError with its last words if it fails."""
     engine_args = dict(config.replica.engine) | {"kv_cache_memory_bytes": config.replica.vram_budget_bytes}
     files = [directory / name for name in ("engine-args.json", "prompts.json", "answers.json")]
@@ -88,10 +87,18 @@ async def answer_resident(
     output, _ = await process.communicate()
     if process.returncode != 0:
         raise RuntimeError(f"the resident engine failed: {output.decode(errors='replace')[-2000:]}")
-    answers: list[list[list[Any]]] = json.loads(files[2].read_text())
+    answers: list[Answer] = json.loads(files[2].read_text())
     return answers
 
 
-def count_mismatches(live: Sequence[list[list[Any]]], resident: Sequence[list[list[Any]]]) -> int:
-    """Answers that differ in any token or log-probability."""
-    return sum(a != b for a, b in zip(live, resident, strict=True))
+def find_mismatches(samples: Sequence[RecordedTurn], live: Sequence[Answer], resident: Sequence[Answer]) -> list[str]:
+    """One line for each answer that differs in any token or log-probability."""
+    lines = []
+    for sample, here, there in zip(samples, live, resident, strict=True):
+        if here != there:
+            position = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), -1)
+            lines.append(
+                f"phase {sample.phase}, {sample.tenant}, token {position} of {len(here)} and {len(there)}: "
+                f"{here[position]} live, {there[position]} resident"
+            )
+    return lines

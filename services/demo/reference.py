@@ -27,6 +27,8 @@ def answer_all(model: str, engine_args: dict[str, Any], prompts: list[dict[str, 
         sampling = SamplingParams(
             temperature=prompt["temperature"], seed=prompt["seed"], max_tokens=prompt["max_tokens"], logprobs=0
         )
+        # What a fresh salt does on the live replica: a cached prefix would change how the rest is cut into chunks.
+        engine.llm.reset_prefix_cache()
         (output,) = engine.llm.chat(prompt["messages"], sampling, tools=prompt.get("tools"), use_tqdm=False)
         answer = output.outputs[0]
         assert answer.logprobs is not None, "they were asked for"

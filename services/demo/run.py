@@ -20,7 +20,7 @@ from rich.console import Console
 from services.app import Service
 from services.config import ServiceConfig
 from services.demo.drive import Driver, Phase, WorkloadSettings
-from services.demo.identity import answer_resident, count_mismatches, pick, replay_live
+from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.tables import Resize, join, replica_table, session_table, show_split
 from services.secret_files import read_or_create
@@ -131,12 +131,15 @@ class Demo:
             resizes = await self._show(driver, store, start, sampler)
         self._console.print("replaying them on an engine that holds all experts")
         resident = await answer_resident(self._config, samples, self._config.state_dir)
+        mismatches = find_mismatches(samples, live, resident)
+        for line in mismatches:
+            self._console.print(f"[red]not identical: {line}")
         applied = [resize for per_replica in resizes.values() for resize in per_replica if resize.is_applied]
         return self._judge(
             driver,
             sampler,
             samples=len(samples),
-            mismatches=count_mismatches(live, resident),
+            mismatches=len(mismatches),
             applied=applied,
             serve_seconds=time.monotonic() - started_s,
         )

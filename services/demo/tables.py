@@ -11,7 +11,7 @@ from services.demo.drive import SessionFigures
 from services.demo.sampler import MemorySampler
 from wisp_core.contracts import DecisionRecord, Outcome, Placement, ResizeOutcome, Signature, Split
 
-_SETTLE_S = 0.3
+_SETTLE_S = 0.8
 """The reading from outside is taken this long before and after a resize."""
 
 
