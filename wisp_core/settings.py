@@ -35,6 +35,16 @@ class WispSettings(BaseModel):
     window_s: float = Field(
         default=10.0, gt=0, description="Span of the rates, means and peaks that a snapshot reports, seconds."
     )
+    staging_bytes: int = Field(
+        default=256 << 20,
+        gt=0,
+        description="GPU only: part of the budget through which long prompts stream experts that have no slot, bytes.",
+    )
+    host_memory_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="GPU only: most host memory that experts may lock. None: what the system reports as available.",
+    )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
 
     @classmethod

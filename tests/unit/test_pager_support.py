@@ -32,7 +32,8 @@ def check(
     speculative: object = None,
     cpu_offload_gb: float = 0,
     device: str = "cpu",
-    is_eager: bool = False,
+    has_bias: bool = False,
+    num_experts: int = 32,
     settings: WispSettings = WispSettings(cap=8),  # noqa: B008
 ) -> None:
     vllm_config = Config(
@@ -40,16 +41,17 @@ def check(
         lora_config=lora,
         speculative_config=speculative,
         offload_config=Config(uva=Config(cpu_offload_gb=cpu_offload_gb), prefetch=Config(offload_group_size=0)),
-        model_config=Config(enforce_eager=is_eager),
         device_config=Config(device_type=device),
     )
-    moe_config = Config(moe_parallel_config=Config(use_ep=use_ep, enable_eplb=enable_eplb))
+    moe_config = Config(
+        moe_parallel_config=Config(use_ep=use_ep, enable_eplb=enable_eplb), has_bias=has_bias, num_experts=num_experts
+    )
     refuse_unsupported(vllm_config, moe_config, method, settings)
 
 
 def test_plain_engines_pass() -> None:
     check()
-    check(device="cuda", is_eager=True)
+    check(device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,8 @@ def test_plain_engines_pass() -> None:
         ({"lora": object()}, "--enable-lora"),
         ({"speculative": object()}, "--speculative-config"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
-        ({"device": "cuda"}, "--enforce-eager"),
+        ({"device": "cuda", "has_bias": True}, "experts with biases"),
+        ({"device": "cuda", "num_experts": 512}, "512 experts per layer: at most 495"),
     ],
 )
 def test_each_unsupported_setting_is_named(arguments: dict[str, object], message: str) -> None:
@@ -83,7 +86,7 @@ def test_an_untested_gpu_kernel_is_refused_with_the_backend_to_choose() -> None:
     method = UnquantizedFusedMoEMethod()
     method.unquantized_backend = Config(name="FLASHINFER_CUTLASS")
     with pytest.raises(UnsupportedModelError, match=r"FLASHINFER_CUTLASS.*--moe-backend triton"):
-        check(method=method, device="cuda", is_eager=True)
+        check(method=method, device="cuda")
 
 
 def test_all_reasons_are_told_at_once() -> None:
@@ -93,4 +96,4 @@ def test_all_reasons_are_told_at_once() -> None:
 
 def test_the_emulated_link_is_for_cpu_only() -> None:
     with pytest.raises(ConfigurationError, match="emulated_link_bytes_per_s"):
-        check(device="cuda", is_eager=True, settings=WispSettings(cap=8, emulated_link_bytes_per_s=1e9))
+        check(device="cuda", settings=WispSettings(cap=8, emulated_link_bytes_per_s=1e9))

@@ -41,8 +41,7 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
     # The engine starts with few experts; the first resize, before any request, brings the configured cap.
     at_start = settings.model_copy(update={"cap": None})
     return {
-        # Eager by default: compilation costs minutes of start-up on CPU and the host-side pager needs none.
-        "enforce_eager": True,
+        **_defaults(),
         **engine_args,
         **(_CPU if current_platform.is_cpu() else _GPU),
         # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.
@@ -54,4 +53,12 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
 def resident_engine_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Complete ``engine_args`` for an engine that holds every expert: the reference of a paged one."""
     worker = {"worker_cls": "wisp_core.engine.worker.ResidentCPUWorker"} if current_platform.is_cpu() else {}
-    return {"enforce_eager": True, **worker, **engine_args}
+    return {**_defaults(), **worker, **engine_args}
+
+
+def _defaults() -> dict[str, Any]:
+    if current_platform.is_cpu():
+        # Compilation costs minutes of start-up on CPU and brings a paged engine nothing.
+        return {"enforce_eager": True}
+    # Whole decode steps as graphs; the kernel whose weights may lie in slots.
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "moe_backend": "triton"}

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -28,12 +29,17 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.memory.kv_demand import blocks_of
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.memory.region import Backing
-from wisp_core.pager.pager import Pager
+from wisp_core.pager.interface import ExpertPager
 from wisp_core.pager.plugin import register
 from wisp_core.pager.registry import current_pager
 from wisp_core.settings import WispSettings
 
+if TYPE_CHECKING:
+    from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
+
 register()
+
+logger = init_logger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 
 class WispWorkerMixin:
@@ -53,7 +59,7 @@ class WispWorkerMixin:
         self._wisp_budget_bytes = 0
         self._wisp_other_bytes = 0
         self._wisp_command_seconds = 0.0
-        self._wisp_pager: Pager
+        self._wisp_pager: ExpertPager
         self._wisp_zeros: RegionForZeros
         self._wisp_memory: PooledMemory
         self._wisp_tally: SessionTally
@@ -68,14 +74,18 @@ class WispWorkerMixin:
             raise ConfigurationError("no expert layer of this model is paged: it has none, or it is not vLLM's own")
         self._wisp_pager = pager
         self._wisp_tally = SessionTally(num_layers=pager.num_layers, num_experts=pager.num_experts)
-        pager.observer = self._wisp_tally
+        if pager.can_observe:
+            pager.observer = self._wisp_tally
+        else:
+            logger.warning("WiSP: the device decides what to page, so sessions have no signatures on this engine")
 
     def determine_available_memory(self) -> int:
         """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""
         self._wisp_profile()
         settings, pager = self._wisp_settings, self._wisp_pager
         dense_bytes = dense_parameter_bytes(self.model_runner.get_model())
-        self._wisp_other_bytes = dense_bytes + settings.activation_bytes
+        activation_bytes = self._wisp_activation_bytes()
+        self._wisp_other_bytes = dense_bytes + activation_bytes
         self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
         experts_bytes = pager.experts_bytes_by_cap()[self._wisp_min_cap]
         specs = self.get_kv_cache_spec()
@@ -87,7 +97,7 @@ class WispWorkerMixin:
             needed_bytes = self._wisp_other_bytes + experts_bytes + -(-needed // group_blocks) * group_bytes
             raise ConfigurationError(
                 f"vram_budget_bytes {settings.vram_budget_bytes} is too small: {dense_bytes} dense weights + "
-                f"{settings.activation_bytes} activations + {experts_bytes} experts at cap {self._wisp_min_cap} leave "
+                f"{activation_bytes} activations + {experts_bytes} experts at cap {self._wisp_min_cap} leave "
                 f"no room for the {needed} KV blocks of {block_bytes} bytes that max_model_len "
                 f"{self.vllm_config.model_config.max_model_len} needs; set vram_budget_bytes to {needed_bytes} or "
                 "more, or lower max_model_len"
@@ -115,12 +125,12 @@ class WispWorkerMixin:
         )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one step, and count which session used which experts."""
-        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
+        """Run one step, and tell whoever counts what it is."""
+        self._wisp_begin_step(scheduler_output)
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
-            self._wisp_tally.end_step()
+            self._wisp_end_step()
 
     # -- commands -------------------------------------------------------------------------------------------------
 
@@ -216,6 +226,16 @@ class WispWorkerMixin:
         """Compile and warm up where vLLM does so while it measures memory."""
         raise NotImplementedError
 
+    def _wisp_activation_bytes(self) -> int:
+        """Bytes of activations, workspaces and whatever else is neither weights nor KV."""
+        return self._wisp_settings.activation_bytes
+
+    def _wisp_begin_step(self, scheduler_output: Any) -> None:
+        raise NotImplementedError
+
+    def _wisp_end_step(self) -> None:
+        raise NotImplementedError
+
     def _wisp_synchronize(self) -> None:
         """Wait until no step in flight can write a page that goes."""
         raise NotImplementedError
@@ -231,6 +251,12 @@ class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
 
+    def _wisp_begin_step(self, scheduler_output: Any) -> None:
+        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
+
+    def _wisp_end_step(self) -> None:
+        self._wisp_tally.end_step()
+
     def _wisp_synchronize(self) -> None:
         return
 
@@ -240,13 +266,44 @@ class ResidentCPUWorker(CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
 
 
 class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
-    """On a GPU: not run yet. It needs a device backing, which it refuses to start without."""
+    """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device.
+
+    ``wisp.activation_bytes`` must cover what vLLM's profiling does not see: CUDA's context and captured graphs.
+    """
+
+    _wisp_pager: DevicePager
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
+        super().load_model(*args, **kwargs)
+        self._wisp_pager.begin_step(0, is_prefill=False)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up and capture, and forget what that counted."""
+        times = super().compile_or_warm_up_model()
+        self._wisp_pager.reset_statistics()
+        return times
 
     def _wisp_backing(self) -> Backing:
-        raise ConfigurationError("resizing on a GPU needs a device memory backing, which this version does not have")
+        # A padded row may read or write any block, so addresses without pages must not fault.
+        return self._wisp_pager.backing.with_filler()
 
     def _wisp_profile(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
         Worker.determine_available_memory(self)
+
+    def _wisp_activation_bytes(self) -> int:
+        """The allocator's peak in the profiling forward above what it holds of weights, staging included."""
+        weights_bytes = dense_parameter_bytes(self.model_runner.get_model())
+        peak_bytes = int(torch.cuda.max_memory_reserved())
+        return max(0, peak_bytes - weights_bytes) + self._wisp_settings.activation_bytes
+
+    def _wisp_begin_step(self, scheduler_output: Any) -> None:
+        is_prefill = any(num_tokens > 1 for num_tokens in scheduler_output.num_scheduled_tokens.values())
+        self._wisp_pager.begin_step(scheduler_output.total_num_scheduled_tokens, is_prefill=is_prefill)
+
+    def _wisp_end_step(self) -> None:
+        self._wisp_pager.end_step()
 
     def _wisp_synchronize(self) -> None:
         torch.accelerator.synchronize()

@@ -7,6 +7,7 @@ budget, and the next region that is backed gets them: moving memory between regi
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -240,6 +241,13 @@ class CudaBacking:
     def reserve(self, name: str, num_bytes: int) -> CudaRegion:
         """Reserve ``num_bytes`` (rounded up to whole pages), nothing backed."""
         return CudaRegion(name, num_bytes, self._pool, self.device, self._filler)
+
+    def with_filler(self) -> CudaBacking:
+        """A backing with the same pages whose regions have a filler."""
+        backing = copy.copy(self)
+        if backing._filler is None:
+            backing._filler = self._pool.take(1)[0]
+        return backing
 
     def physical_bytes(self) -> int:
         """Bytes of all pages that exist: mapped in some region, free for the next, and the filler."""

@@ -44,3 +44,11 @@ class Backing(Protocol):
     def reserve(self, name: str, num_bytes: int) -> Region:
         """Reserve ``num_bytes`` (rounded up to whole pages), nothing backed."""
         ...
+
+
+class FillableBacking(Backing, Protocol):
+    """A backing whose regions may have a filler: one shared page at every address that is not backed."""
+
+    def with_filler(self) -> Backing:
+        """A backing with the same pages whose regions have a filler."""
+        ...

@@ -71,6 +71,14 @@ class HostStore:
         """One view per expert of parameter ``name``."""
         return self._rows[name]
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """All experts of parameter ``name``, [E, ...]."""
+        return self._tensors[name]
+
+    def address(self, name: str) -> int:
+        """Address of the first expert of parameter ``name``."""
+        return int(self._tensors[name].data_ptr())
+
     def pin(self) -> None:
         """Page-lock the tensors for a GPU, at their exact size: torch's pinned allocator rounds to powers of two."""
         for tensor in self._tensors.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from wisp_core.memory.region import Backing, ByteRange
@@ -16,17 +18,23 @@ class LayerSlots:
     as with all experts resident. Only slots below the cap may be touched.
     """
 
-    def __init__(self, name: str, store: HostStore, backing: Backing) -> None:
-        """Reserve the address range, nothing backed: call `resize` before use."""
+    def __init__(self, name: str, store: HostStore, backing: Backing, *, is_host_in_reach: bool = False) -> None:
+        """Reserve the address range, nothing backed: call `back` before use.
+
+        With ``is_host_in_reach`` each parameter lies a whole number of its rows away from its host tensor, so that a
+        kernel can address rows of either from slot 0 (host tensors must then start on the backing's pages).
+        """
         self._store = store
         self._page_bytes = backing.page_bytes
         self._shapes = store.shapes
+        sizes = {name: self._whole_pages(s.expert_bytes * store.num_experts) for name, s in self._shapes.items()}
+        spare = sum(self._row_pages(s.expert_bytes) for s in self._shapes.values()) if is_host_in_reach else 0
+        self.region = backing.reserve(name, sum(sizes.values()) + spare * self._page_bytes)
         self._starts: dict[str, int] = {}
-        num_bytes = 0
-        for parameter, shape in self._shapes.items():
-            self._starts[parameter] = num_bytes
-            num_bytes += self._whole_pages(shape.expert_bytes * store.num_experts)
-        self.region = backing.reserve(name, num_bytes)
+        start = 0
+        for parameter, size in sizes.items():
+            self._starts[parameter] = start + (self._pages_to_reach(parameter, start) if is_host_in_reach else 0)
+            start = self._starts[parameter] + size
         self.tensors = {parameter: self._view(parameter) for parameter in self._shapes}
         self._rows = {parameter: list(tensor.unbind(0)) for parameter, tensor in self.tensors.items()}
         self._pairs = [(self._store.rows(parameter), self._rows[parameter]) for parameter in self._shapes]
@@ -75,6 +83,19 @@ class LayerSlots:
         shape, start = self._shapes[parameter], self._starts[parameter]
         flat = self.region.tensor()[start : start + shape.expert_bytes * self._store.num_experts]
         return flat.view(shape.dtype).view(shape.shape)
+
+    def _row_pages(self, row_bytes: int) -> int:
+        """After how many pages an address has the same place in a row again."""
+        return row_bytes // math.gcd(row_bytes, self._page_bytes)
+
+    def _pages_to_reach(self, parameter: str, start: int) -> int:
+        """Bytes of pages to leave out at ``start`` of the region, address range only."""
+        row_bytes = self._shapes[parameter].expert_bytes
+        distance = self._store.address(parameter) - self.region.tensor().data_ptr() - start
+        for num_pages in range(self._row_pages(row_bytes)):
+            if (distance - num_pages * self._page_bytes) % row_bytes == 0:
+                return num_pages * self._page_bytes
+        raise ValueError(f"the host tensor of {parameter} does not start on a page of {self._page_bytes} bytes")
 
     def _whole_pages(self, num_bytes: int) -> int:
         return -(-num_bytes // self._page_bytes) * self._page_bytes

@@ -2,7 +2,7 @@
 
 How a layer becomes paged: vLLM builds it (weights are created in host memory), loads it, and post-processes it for
 its kernel; then every ``w13_*`` and ``w2_*`` parameter is handed to the pager and its ``.data`` is pointed at slot
-tensors of the same shape. In a forward, vLLM's own kernel runs on slots, with expert ids mapped to slot ids.
+tensors of the same shape. In a forward, vLLM's own kernels run on slots, with expert ids mapped to slot ids.
 
 The paged body is one opaque custom op, because on CPU vLLM traces this layer into its compiled graph.
 """
@@ -10,6 +10,7 @@ The paged body is one opaque custom op, because on CPU vLLM traces this layer in
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from vllm.utils.torch_utils import (
 )
 
 from wisp_core.memory.memfd import MemfdBacking
-from wisp_core.memory.region import Backing
 from wisp_core.pager.host_store import paged_parameters
-from wisp_core.pager.pager import ForwardInfo, Pager
+from wisp_core.pager.interface import ExpertPager, ForwardInfo
+from wisp_core.pager.pager import Pager
 from wisp_core.pager.registry import set_current_pager
 from wisp_core.pager.support import refuse_unsupported
 from wisp_core.settings import WispSettings
@@ -37,11 +38,16 @@ from wisp_core.settings import WispSettings
 logger = init_logger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 
+RunLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], ForwardInfo | None]], torch.Tensor]
+"""Computes one paged layer: ``(x, topk_weights, topk_ids, describe) -> output``."""
+
+
 class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     """RoutedExperts whose weights live in host memory; acts as vLLM's own without a ``wisp`` object."""
 
-    _pager: Pager | None = None
+    _pager: ExpertPager | None = None
     _pager_index: int = 0
+    _run: RunLayer
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
         """Where vLLM chooses the layer's kernel, before it creates weights: the place to refuse and to intercept."""
@@ -52,9 +58,11 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         if settings is None:
             return quant_method
         refuse_unsupported(vllm_config, moe_config, quant_method, settings)
-        self._pager = _pager_of_engine(vllm_config, moe_config, settings)
+        platform = _platform(vllm_config.device_config.device_type)
+        self._pager = _pager_of_engine(vllm_config, moe_config, settings, platform)
         self._pager_index = self._pager.add_layer()
-        self._intercept(quant_method, self._pager)
+        self._run = platform.runner(self._pager, self._pager_index, self)
+        self._intercept(quant_method, self._pager, platform.host_memory(self._pager))
         return quant_method
 
     def forward_modular(
@@ -71,29 +79,18 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         return torch.ops.wisp.paged_experts(x, topk_weights, topk_ids, _encode_layer_name(self.layer_name))
 
     def run_paged(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Body of the custom op: one kernel call per sub-batch of rows."""
-        assert self._pager is not None
+        """Body of the custom op."""
+        return self._run(x, topk_weights, topk_ids, _describe_forward)
 
-        def apply(rows: slice, slot_ids: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.quant_method.apply(
-                layer=self,
-                x=x[rows],
-                topk_weights=topk_weights[rows],
-                topk_ids=slot_ids,
-                shared_experts=None,
-                shared_experts_input=None,
-            )
-            return output
-
-        return self._pager.run_layer(self._pager_index, topk_ids, apply, _describe_forward)
-
-    def _intercept(self, quant_method: FusedMoEMethodBase, pager: Pager) -> None:
+    def _intercept(
+        self, quant_method: FusedMoEMethodBase, pager: ExpertPager, in_host_memory: AbstractContextManager[Any]
+    ) -> None:
         """Create this layer's weights in host memory and page them once they are in the kernel's format."""
         create_weights: Callable[..., None] = quant_method.create_weights
         process_weights: Callable[..., None] = quant_method.process_weights_after_loading
 
         def create_in_host_memory(layer: RoutedExperts, **kwargs: Any) -> None:
-            with torch.device("cpu"):
+            with in_host_memory:
                 create_weights(layer=layer, **kwargs)
 
         def process_and_page(layer: RoutedExperts) -> None:
@@ -112,24 +109,87 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         quant_method.process_weights_after_loading = process_and_page
 
 
-def _pager_of_engine(vllm_config: Any, moe_config: FusedMoEConfig, settings: WispSettings) -> Pager:
+class _Host:
+    """On CPU: the host decides, and the kernel runs once per sub-batch of rows."""
+
+    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig) -> ExpertPager:
+        return Pager(settings, moe_config.num_experts, moe_config.experts_per_token, MemfdBacking())
+
+    def host_memory(self, pager: ExpertPager) -> AbstractContextManager[Any]:
+        device: AbstractContextManager[Any] = torch.device("cpu")
+        return device
+
+    def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
+        def run(
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            describe: Callable[[], ForwardInfo | None],
+        ) -> torch.Tensor:
+            def apply(rows: slice, slot_ids: torch.Tensor) -> torch.Tensor:
+                output: torch.Tensor = layer.quant_method.apply(
+                    layer=layer,
+                    x=x[rows],
+                    topk_weights=topk_weights[rows],
+                    topk_ids=slot_ids,
+                    shared_experts=None,
+                    shared_experts_input=None,
+                )
+                return output
+
+            output: torch.Tensor = pager.run_layer(index, topk_ids, apply, describe)
+            return output
+
+        return run
+
+
+class _Device:
+    """On a GPU: the device decides, and a decode step is launches only."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig) -> ExpertPager:
+        # These need Triton and cuda.bindings, which a CPU machine has not.
+        from wisp_core.memory.cuda_vmm import CudaBacking
+        from wisp_core.pager.device.device_pager import DevicePager
+        from wisp_core.pager.pinned_memory import PinnedMemory
+
+        return DevicePager(
+            settings,
+            moe_config.num_experts,
+            moe_config.experts_per_token,
+            device=torch.device(self._device_type, torch.accelerator.current_device_index()),
+            backing=CudaBacking(self._device_type),
+            host_memory=PinnedMemory(settings.host_memory_bytes),
+        )
+
+    def host_memory(self, pager: Any) -> AbstractContextManager[Any]:
+        from wisp_core.pager.pinned_memory import EmptyInPinnedMemory
+
+        return EmptyInPinnedMemory(pager.host_memory)
+
+    def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
+        from wisp_core.pager.device.layer_runner import LayerRunner
+
+        return LayerRunner(pager, index, layer).run
+
+
+def _platform(device_type: str) -> _Host | _Device:
+    return _Host() if device_type == "cpu" else _Device(device_type)
+
+
+def _pager_of_engine(
+    vllm_config: Any, moe_config: FusedMoEConfig, settings: WispSettings, platform: _Host | _Device
+) -> ExpertPager:
     """The pager that the layers built before this one use; a new one for the first layer of an engine."""
     for runner in vllm_config.compilation_config.static_forward_context.values():
         experts = getattr(runner, "routed_experts", None)
         if isinstance(experts, PagedRoutedExperts) and experts._pager is not None:
             return experts._pager
-    backing = _backing(vllm_config.device_config.device_type)
-    pager = Pager(settings, moe_config.num_experts, moe_config.experts_per_token, backing)
+    pager = platform.pager(settings, moe_config)
     set_current_pager(pager)
     return pager
-
-
-def _backing(device_type: str) -> Backing:
-    if device_type == "cpu":
-        return MemfdBacking()
-    from wisp_core.memory.cuda_vmm import CudaBacking  # needs cuda.bindings, which a CPU machine has not
-
-    return CudaBacking(device_type)
 
 
 def _describe_forward() -> ForwardInfo | None:
@@ -145,7 +205,7 @@ def _describe_forward() -> ForwardInfo | None:
     return None
 
 
-def _log_ready(pager: Pager) -> None:
+def _log_ready(pager: ExpertPager) -> None:
     logger.info(
         "WiSP: %d layers paged, %d of %d experts in slots, %.1f MiB",
         pager.num_layers,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +19,7 @@ from wisp_core.memory.region import Backing
 from wisp_core.pager.counters import ForwardCounter
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
+from wisp_core.pager.interface import ForwardInfo, ForwardObserver
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.link import Link
 from wisp_core.pager.slot_table import SlotTable
@@ -29,28 +28,6 @@ from wisp_core.working_set.miss_curve import MissCurve
 
 DECODE_HALF_LIFE_STEPS = 200.0
 PREFILL_HALF_LIFE_STEPS = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardInfo:
-    """What kind of forward runs: a *prefill* computes more than one token of some request."""
-
-    is_prefill: bool
-    num_tokens: int  # rows that are real tokens; later rows are padding
-
-
-class ForwardObserver(Protocol):
-    """Sees the routing of every counted forward, layer by layer, before its experts are copied."""
-
-    def observe(
-        self,
-        layer_index: int,
-        topk_ids: npt.NDArray[np.integer],  # [rows, top_k]
-        was_resident: npt.NDArray[np.bool_],  # [E]
-        is_prefill: bool,
-    ) -> None:
-        """Called on the model's thread: keep it short, and copy ``topk_ids`` if it is kept."""
-        ...
 
 
 class _Layer:
@@ -70,7 +47,12 @@ class _Layer:
 
 
 class Pager:
-    """Keeps ``cap`` experts of every layer in slots and copies the missing ones in when they are routed to."""
+    """Keeps ``cap`` experts of every layer in slots and copies the missing ones in when they are routed to.
+
+    The host decides, so this is for the CPU engine; on a GPU it is `wisp_core.pager.device.device_pager.DevicePager`.
+    """
+
+    can_observe = True
 
     def __init__(self, settings: WispSettings, num_experts: int, top_k: int, backing: Backing) -> None:
         """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""

@@ -7,6 +7,9 @@ from typing import Any
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
 from wisp_core.settings import WispSettings
 
+MAX_DEVICE_EXPERTS = 495
+"""vLLM's alignment kernel takes fewer than 1,024 ids, rounded up to 32; an expert has two, for its two places."""
+
 
 def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, settings: WispSettings) -> None:
     """Check one layer before its weights are created.
@@ -23,6 +26,7 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     reasons = [
         *_parallelism(moe_config.moe_parallel_config, vllm_config.parallel_config),
         *_kernel(quant_method, vllm_config.device_config.device_type),
+        *(_device(moe_config) if vllm_config.device_config.device_type != "cpu" else []),
         *_features(vllm_config),
     ]
     if reasons:
@@ -64,6 +68,15 @@ def _kernel(quant_method: Any, device_type: str) -> list[str]:
     return []
 
 
+def _device(moe_config: Any) -> list[str]:
+    reasons = []
+    if moe_config.has_bias:
+        reasons.append("experts with biases: not read in place from host memory; use a checkpoint without")
+    if moe_config.num_experts > MAX_DEVICE_EXPERTS:
+        reasons.append(f"{moe_config.num_experts} experts per layer: at most {MAX_DEVICE_EXPERTS} on a GPU")
+    return reasons
+
+
 def _features(vllm_config: Any) -> list[str]:
     reasons = []
     if vllm_config.lora_config is not None:
@@ -73,7 +86,4 @@ def _features(vllm_config: Any) -> list[str]:
     offload = vllm_config.offload_config
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         reasons.append("--cpu-offload-gb or --offload-group-size: paging takes their place; leave them out")
-    is_eager = vllm_config.model_config.enforce_eager
-    if vllm_config.device_config.device_type != "cpu" and not is_eager:
-        reasons.append("CUDA graphs cannot hold host-side paging: set --enforce-eager")
     return reasons

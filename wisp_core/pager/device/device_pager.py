@@ -1,0 +1,324 @@
+"""The pager of a GPU: tables and decisions live on the device, so a decode step needs no host and fits a CUDA graph.
+
+The host only launches, in the order of the layers. Two kinds of forward differ:
+
+* *decode* steps take missing experts into slots. Experts that find no slot, since the step needs more than the cap, are
+  read from host memory in place;
+* *prefills* leave the slots to the decode steps: what they miss is read in place (few rows) or streamed (many).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from wisp_core.contracts import PagerCounts
+from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedModelError
+from wisp_core.memory.region import Backing, FillableBacking
+from wisp_core.pager.device.gather_kernel import Gather
+from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.reference import NO_SLOT
+from wisp_core.pager.device.staging import Staging
+from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
+from wisp_core.pager.device.statistics import DeviceSums, RecentCurve
+from wisp_core.pager.device.step_clock import StepClock
+from wisp_core.pager.host_store import HostStore
+from wisp_core.pager.initial_cap import initial_cap
+from wisp_core.pager.interface import ForwardInfo, ForwardObserver
+from wisp_core.pager.layer_slots import LayerSlots
+from wisp_core.settings import WispSettings
+
+_MOVE_PROGRAMS = 132
+
+
+class _Layer:
+    """Host store and slots of one layer, and its state once all layers are known."""
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing) -> None:
+        self.store = HostStore(tensors)
+        self.slots = LayerSlots(name, self.store, backing, is_host_in_reach=True)
+        self.slots.back(0, cap)
+        self.state: LayerState
+        self.gather: Gather
+        self.moves: Gather
+
+    def attach(self, state: LayerState, device: torch.device) -> None:
+        """Prepare the kernels' arguments."""
+        names = list(self.store.shapes)
+        slots = [self.slots.tensors[name] for name in names]
+        self.state = state
+        self.gather = Gather([self.store.tensor(name) for name in names], slots, device)
+        self.moves = Gather(slots, slots, device, num_programs=_MOVE_PROGRAMS)
+
+
+class DevicePager:
+    """Keeps ``cap`` experts of every layer in slots. `wisp_core.pager.interface.ExpertPager` says what the rest asks.
+
+    ``backing`` and ``host_memory`` are kept for their owners: the one lends pages to the KV cache too, the other must
+    outlive every step.
+    """
+
+    can_observe = False
+
+    def __init__(
+        self,
+        settings: WispSettings,
+        num_experts: int,
+        top_k: int,
+        *,
+        device: torch.device,
+        backing: FillableBacking,
+        host_memory: object = None,
+    ) -> None:
+        """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.cap = initial_cap(settings, num_experts, top_k)
+        self.smallest_cap = settings.min_cap if settings.min_cap is not None else top_k
+        self.settings = settings
+        self.device = device
+        self.backing = backing
+        self.host_memory = host_memory
+        self.clock = StepClock()
+        self._layers: list[_Layer | None] = []
+        self._state: DeviceState | None = None
+        self._is_told = False
+        self._is_prefill = False
+        self._curve = RecentCurve()
+
+    @property
+    def observer(self) -> ForwardObserver | None:
+        """Always None: the host does not see the routing."""
+        return None
+
+    @observer.setter
+    def observer(self, observer: ForwardObserver | None) -> None:
+        if observer is not None:
+            raise UnsupportedModelError("routing cannot be observed where the device decides: `can_observe` is False")
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def add_layer(self) -> int:
+        """Announce one layer, in the order of the forward; returns its index."""
+        self._layers.append(None)
+        return len(self._layers) - 1
+
+    def page_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Take over the page-locked host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
+
+        Raises UnsupportedModelError when its experts differ from the other layers' or lie badly, MemoryError when the
+        slots cannot be backed.
+        """
+        if self._layers[index] is not None:
+            raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
+        layer = _Layer(f"experts-{index}", tensors, self.cap, self.backing)
+        other = next((known for known in self._layers if known is not None), layer)
+        if other.store.shapes != layer.store.shapes:
+            raise UnsupportedModelError(
+                f"layer {index} has experts {layer.store.shapes}, another layer {other.store.shapes}: layers must be "
+                "alike to be paged"
+            )
+        self._layers[index] = layer
+        if self.is_ready:
+            self._attach()
+        return layer.slots.tensors
+
+    @property
+    def num_layers(self) -> int:
+        """Paged layers."""
+        return len(self._layers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every announced layer is paged."""
+        return bool(self._layers) and all(layer is not None for layer in self._layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes copied for one missed expert of one layer, all its parameters."""
+        return self._layer(0).store.expert_bytes
+
+    @property
+    def stores(self) -> list[HostStore]:
+        """Host tensors by layer."""
+        return [layer.store for layer in self._all_layers()]
+
+    # -- the forward ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
+        """Say what the next step is, before its launches. A step of 0 tokens uses no expert (profiling, capture).
+
+        Without this call, as under a plain vLLM worker, padding rows count as tokens, and only forwards outside graphs
+        know whether they are prefills.
+        """
+        self._is_told = True
+        self._is_prefill = is_prefill
+        self._device_state.num_valid_rows.fill_(num_tokens)
+        if num_tokens:
+            self.clock.start(is_prefill=is_prefill)
+
+    def end_step(self) -> None:
+        """The step's launches are made."""
+        self.clock.stop()
+
+    def begin_forward(self, describe: Callable[[], ForwardInfo | None]) -> None:
+        """Called in layer 0, by the host code of a forward; a replayed graph has none."""
+        if not self._is_told:
+            forward = describe()
+            self._is_prefill = forward is not None and forward.is_prefill
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the running forward is a prefill."""
+        return self._is_prefill
+
+    def plan(self, index: int, topk_ids: torch.Tensor, path: Path) -> torch.Tensor:
+        """Plan one layer and fetch what goes into slots; returns slot ids, ``E + expert`` for experts in no slot.
+
+        Launches only, so that a graph may capture it. Ids are integer [rows, top_k], contiguous.
+        """
+        layer = self._layer(index)
+        slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
+        plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path)
+        if path is Path.DECODE:
+            layer.gather.run(layer.state)
+        return slot_ids
+
+    def is_resident(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Residency now, [layers, E]. Waits for the device."""
+        slots = self._device_state.table[:, Table.SLOT, : self.num_experts].cpu().numpy()
+        resident: np.ndarray[Any, np.dtype[np.bool_]] = slots != NO_SLOT
+        return resident
+
+    def can_overflow(self, num_rows: int) -> bool:
+        """Whether a decode step of ``num_rows`` may need more experts than the smallest cap has slots."""
+        return num_rows * self.top_k > self.smallest_cap
+
+    # -- resizing ---------------------------------------------------------------------------------------------------
+
+    def set_cap(self, cap: int) -> None:
+        """Change the slots per layer, between steps; the most recent experts stay, and captured graphs stay valid.
+
+        Raises ConfigurationError for a cap outside min_cap..E (graphs are captured for no less) and MemoryError when
+        pages are refused; then nothing has changed.
+        """
+        if not self.smallest_cap <= cap <= self.num_experts:
+            raise ConfigurationError(f"cap {cap} is outside {self.smallest_cap} (min_cap) .. {self.num_experts}")
+        layers = self._all_layers()
+        if cap > self.cap:
+            self._back(layers, cap)
+        set_cap(self._device_state, cap)
+        if cap < self.cap:
+            for layer in layers:
+                layer.moves.run(layer.state)
+            for layer in layers:
+                layer.slots.release(self.cap, cap)
+        self.cap = cap
+
+    def experts_bytes_by_cap(self) -> tuple[int, ...]:
+        """Index C: bytes of all layers' slots at cap C, whole pages; length E + 1."""
+        layers = self._all_layers()
+        return tuple(sum(layer.slots.bytes_at(cap) for layer in layers) for cap in range(self.num_experts + 1))
+
+    def resident_bytes(self) -> int:
+        """Bytes of the slots' pages."""
+        return sum(layer.slots.region.resident_bytes() for layer in self._layers if layer is not None)
+
+    def resident(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer: ids of the experts in slots, ascending. Waits for the device."""
+        return tuple(tuple(np.flatnonzero(of_layer).tolist()) for of_layer in self.is_resident())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""
+        for index, layer in enumerate(self._all_layers()):
+            table = layer.state.read()
+            table.check_integrity()
+            held, due = layer.slots.region.resident_bytes(), layer.slots.bytes_at(self.cap)
+            if table.cap != self.cap or held != due:
+                raise IntegrityError(
+                    f"layer {index}: cap {table.cap} with {held} bytes, expected cap {self.cap} with {due} bytes"
+                )
+
+    # -- statistics -------------------------------------------------------------------------------------------------
+
+    @property
+    def counts_decode(self) -> PagerCounts:
+        """Forwards in which every request computed one token; misses include experts read in place."""
+        return self._counts(Path.DECODE)
+
+    @property
+    def counts_prefill(self) -> PagerCounts:
+        """Forwards in which some request computed more than one token; misses are needed experts in no slot."""
+        return self._counts(Path.STREAMED)
+
+    def decode_misses_by_cap(self) -> tuple[float, ...]:
+        """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
+        self._curve.update(self._sums.read())
+        return self._curve.misses_by_cap()
+
+    def prefill_misses_by_cap(self) -> tuple[float, ...]:
+        """Index C: the same per prefill: of the experts that it needs, the share that is in no slot."""
+        counts = self._sums.read().total(Path.STREAMED)
+        if not counts.steps:
+            return ()
+        distinct = counts.distinct / counts.steps
+        return tuple(distinct * (1 - cap / self.num_experts) for cap in range(self.num_experts + 1))
+
+    def reset_statistics(self) -> None:
+        """Forget counts and curves, as after profiling; residency and its order stay."""
+        if self._state is not None:
+            self._sums.reset()
+        self.clock.reset()
+        self._curve = RecentCurve()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _device_state(self) -> DeviceState:
+        if self._state is None:
+            raise RuntimeError("not all announced layers are loaded yet")
+        return self._state
+
+    def _attach(self) -> None:
+        self._state = DeviceState(len(self._layers), self.num_experts, self.cap, self.device)
+        self._sums = DeviceSums(self._state)
+        for index, layer in enumerate(self._all_layers()):
+            layer.attach(self._state.layer(index), self.device)
+        if self.device.type == "cuda":  # without a copy engine (the kernels' interpreter), there is nothing to stream
+            self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)
+
+    def _layer(self, index: int) -> _Layer:
+        layer = self._layers[index]
+        if layer is None:
+            raise RuntimeError(f"the experts of layer {index} are not loaded yet")
+        return layer
+
+    def _all_layers(self) -> list[_Layer]:
+        return [self._layer(index) for index in range(len(self._layers))]
+
+    def _back(self, layers: list[_Layer], cap: int) -> None:
+        """Give every layer the pages for ``cap``, or none."""
+        done: list[_Layer] = []
+        try:
+            for layer in layers:
+                layer.slots.back(self.cap, cap)
+                done.append(layer)
+        except MemoryError:
+            for layer in done:
+                layer.slots.release(cap, self.cap)
+            raise
+
+    def _counts(self, path: Path) -> PagerCounts:
+        counts = self._sums.read().total(path)
+        return PagerCounts(
+            steps=counts.steps,
+            tokens=counts.rows,
+            hits=counts.hits,
+            misses=counts.misses,
+            missed_bytes=counts.misses * self.expert_bytes,
+            distinct=counts.distinct,
+            seconds=self.clock.seconds(is_prefill=path is Path.STREAMED),
+        )

@@ -1,0 +1,78 @@
+"""Runs one layer's experts on a GPU: chooses the way by what kind of forward it is and how many rows it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wisp_core.pager.device.block_rows import first_host_row
+from wisp_core.pager.device.device_pager import DevicePager
+from wisp_core.pager.device.fused_apply import FusedExperts, HostRows
+from wisp_core.pager.device.staging import W2, W13, Group
+from wisp_core.pager.device.state import Path
+from wisp_core.pager.interface import ForwardInfo
+
+MAX_ROWS_IN_PLACE = 256
+"""Prefills of at most so many rows read missing experts in place: most experts then fill one block of a product, so
+they cross the link about once, and only those that are needed do."""
+
+
+class LayerRunner:
+    """One layer: its RoutedExperts, whose weights are slots, and its place in the pager."""
+
+    def __init__(self, pager: DevicePager, index: int, layer: Any) -> None:
+        self._pager, self._index, self._layer = pager, index, layer
+        self._host: HostRows | None = None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        describe: Callable[[], ForwardInfo | None],
+    ) -> torch.Tensor:
+        """Outputs [rows, H] of rows ``x``, routed to ``topk_ids`` [rows, top_k]."""
+        pager = self._pager
+        if self._index == 0:
+            pager.begin_forward(describe)
+        num_rows = len(x)
+        # A captured graph serves whatever comes later, so its way may depend on the number of rows only.
+        if not pager.is_prefill or torch.cuda.is_current_stream_capturing():
+            slot_ids = pager.plan(self._index, topk_ids, Path.DECODE)
+            if not pager.can_overflow(num_rows):
+                return self._run_in_slots(x, topk_weights, slot_ids)
+            return FusedExperts(self._layer, x, topk_weights, slot_ids).run_in_place(self._host_rows())
+        slot_ids = pager.plan(self._index, topk_ids, Path.STREAMED)
+        experts = FusedExperts(self._layer, x, topk_weights, slot_ids)
+        if num_rows <= MAX_ROWS_IN_PLACE:
+            return experts.run_in_place(self._host_rows())
+        return experts.run_in_groups(self._groups())
+
+    def _run_in_slots(self, x: torch.Tensor, topk_weights: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._layer.quant_method.apply(
+            layer=self._layer,
+            x=x,
+            topk_weights=topk_weights,
+            topk_ids=slot_ids,
+            shared_experts=None,
+            shared_experts_input=None,
+        )
+        return output
+
+    def _groups(self) -> list[Group]:
+        staging, weights = self._pager.staging, self._layer
+        if self._index == 0:
+            staging.begin(self._pager.is_resident())
+        in_slots = Group(staging.slot_map, lambda: weights.w13_weight, lambda: weights.w2_weight, lambda: None)
+        return [in_slots, *staging.groups(self._index)]
+
+    def _host_rows(self) -> HostRows:
+        if self._host is None:
+            store = self._pager.stores[self._index]
+            self._host = HostRows(
+                first_host_row(store.tensor(W13), self._layer.w13_weight.data),
+                first_host_row(store.tensor(W2), self._layer.w2_weight.data),
+            )
+        return self._host

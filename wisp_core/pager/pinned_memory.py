@@ -1,0 +1,102 @@
+"""Host memory that a GPU reads in place: mapped at aligned addresses and page-locked at its exact size.
+
+torch's pinned allocator rounds sizes up to powers of two, and rows that start off 128 bytes cross the link 4 % slower;
+so experts get mappings of their own. They are shared mappings of anonymous files (``/memfd:wisp-host``), which the
+system counts as shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch.overrides import TorchFunctionMode
+
+from wisp_core.errors import ConfigurationError
+
+ALIGNMENT_BYTES = 2 << 20
+"""Where a tensor starts: a huge page of the host and a page of the device."""
+
+_SPARE_BYTES = 1 << 30
+"""What the preflight leaves to the rest of the machine."""
+
+
+class PinnedMemory:
+    """Makes page-locked host tensors, and refuses before the machine runs out of memory."""
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        """Use at most ``budget_bytes``; None: what the system reports as available at each allocation."""
+        self._budget_bytes = budget_bytes
+        self._locked: list[torch.Tensor] = []
+        self.used_bytes = 0
+        # Not at exit: the driver may be gone by then, and the process's end unlocks everything.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A page-locked tensor, valid as long as this object lives.
+
+        Raises ConfigurationError when it does not fit, with the numbers, and RuntimeError when CUDA refuses to lock it.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        self._check(num_bytes)
+        pages = torch.frombuffer(_map(num_bytes + ALIGNMENT_BYTES), dtype=torch.uint8)
+        start = -pages.data_ptr() % ALIGNMENT_BYTES  # what lies before and after is never touched, so never backed
+        tensor = pages[start : start + num_bytes].view(dtype).view(shape)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
+        self._locked.append(tensor)
+        self.used_bytes += num_bytes
+        return tensor
+
+    def _check(self, num_bytes: int) -> None:
+        if self._budget_bytes is not None:
+            free_bytes, source = self._budget_bytes - self.used_bytes, "of additional_config.wisp.host_memory_bytes"
+        else:
+            free_bytes, source = psutil.virtual_memory().available - _SPARE_BYTES, "that the system reports"
+        if num_bytes > free_bytes:
+            raise ConfigurationError(
+                f"host memory: the next expert tensor takes {num_bytes} bytes, but {free_bytes} {source} are left "
+                f"after {self.used_bytes}; all experts stay in host memory. Use a machine with more, a smaller "
+                "model, or set additional_config.wisp.host_memory_bytes if more can be locked than the system reports"
+            )
+
+
+class EmptyInPinnedMemory(TorchFunctionMode):  # type: ignore[misc]
+    """While active, every ``torch.empty`` and ``torch.zeros`` is page-locked host memory, whatever its device."""
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stand in for the two factories; everything else runs as it is."""
+        kwargs = kwargs or {}
+        if func not in (torch.empty, torch.zeros):
+            return func(*args, **kwargs)
+        size = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        tensor = self._memory.empty(tuple(size), kwargs.get("dtype") or torch.get_default_dtype())
+        return tensor.zero_() if func is torch.zeros else tensor
+
+
+def _unlock(tensors: list[torch.Tensor]) -> None:
+    torch.cuda.synchronize()
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    tensors.clear()
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    """An anonymous file's mapping; pages come when they are touched or locked."""
+    fd = os.memfd_create("wisp-host", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
