@@ -1,0 +1,41 @@
+"""Workers that replay a trace: vLLM's own and WiSP's, with the routers wrapped between loading and graph capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from loadtests.bench.child.replay import Replay
+from wisp_core.engine.cpu_seeds import CpuSeedsMixin
+
+_replay: Replay | None = None
+
+
+def replay_with(replay: Replay | None) -> None:
+    """What the next engine in this process replays; None: it routes as its router says."""
+    global _replay
+    _replay = replay
+
+
+class _ReplayMixin:
+    vllm_config: Any
+    model_runner: Any
+    device: torch.device
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load, then wrap the routers."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if _replay is not None:
+            max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+            _replay.install(self.model_runner.get_model(), self.model_runner, self.device, max_tokens)
+
+
+class BenchGPUWorker(_ReplayMixin, Worker):  # type: ignore[misc]
+    """On a GPU; experts are paged or not as the engine's arguments say."""
+
+
+class BenchCPUWorker(_ReplayMixin, CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
+    """On CPU."""

@@ -1,0 +1,231 @@
+"""Command line of the benchmarks: ``wisp bench``, or ``python -m loadtests.bench`` where only this package runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from loadtests.bench import configs, plan, report, summary
+from loadtests.bench.modes import Mode
+from loadtests.bench.runner import Measured, run_jobs
+from wisp_core.errors import ConfigurationError, WispError
+from wisp_core.settings import WispSettings
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Config = TypeVar("Config", configs.DecodeConfig, configs.PrefillConfig, configs.ResizeConfig)
+
+Model = Annotated[str | None, typer.Option(help="A shape's name, or a directory with a checkpoint.")]
+Caps = Annotated[str | None, typer.Option(help="Shares of the experts on the device, such as 0.25,0.5.")]
+Batches = Annotated[str | None, typer.Option(help="Requests at once, such as 1,4,8.")]
+Modes = Annotated[str | None, typer.Option(help="Baselines, each with a share, such as uva_experts:0.25; or 'none'.")]
+Routing = Annotated[str, typer.Option(help="trace: replay a seeded trace in every mode; real: the model's router.")]
+Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
+Logs = Annotated[Path | None, typer.Option(help="Where the engines' logs stay.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds after which no further engine is started.")]
+
+_DECODE_COLUMNS = (
+    "mode",
+    "batch",
+    "cap",
+    "ms_per_step",
+    "ms_per_step_p10",
+    "ms_per_step_p90",
+    "missed_bytes_per_step",
+    "link_bytes_per_s",
+    "peak_gpu_bytes",
+    "offloaded_bytes",
+    "output_hash",
+)
+_PREFILL_COLUMNS = (
+    "mode",
+    "batch",
+    "cap",
+    "prompt_tokens",
+    "chunk_tokens",
+    "first_token_ms",
+    "last_first_token_ms",
+    "missed_bytes",
+    "peak_gpu_bytes",
+    "offloaded_bytes",
+    "output_hash",
+)
+_RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
+
+
+@app.command()
+def decode(
+    model: Model = None,
+    cap: Caps = None,
+    batch: Batches = None,
+    baselines: Modes = None,
+    routing: Routing = "trace",
+    timed_tokens: Annotated[int | None, typer.Option(min=4, help="Steps that are timed.")] = None,
+    output: Output = None,
+    log_dir: Logs = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Time per decode step: all experts resident, paged at each cap, and vLLM's own offloaders."""
+    config = configs.decode_h200() if configs.is_gpu_machine() else configs.decode_cpu()
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing)}
+    if cap is not None:
+        changes["fractions"] = _floats(cap)
+    if batch is not None:
+        changes["batches"] = _integers(batch)
+    if baselines is not None:
+        changes["baselines"] = _baselines(baselines)
+    if timed_tokens is not None:
+        changes["timed_tokens"] = timed_tokens
+    config = dataclasses.replace(config, **changes)
+    _run(config, plan.decode_jobs, summary.decode_summary, _DECODE_COLUMNS, output, log_dir, deadline_s)
+
+
+@app.command()
+def prefill(
+    model: Model = None,
+    cap: Annotated[float | None, typer.Option(help="Share of the experts on the device.")] = None,
+    batch: Batches = None,
+    modes: Annotated[str | None, typer.Option(help="Modes to run, such as resident,paged.")] = None,
+    prompt_tokens: Annotated[str | None, typer.Option(help="Lengths of prompts, such as 32,2000.")] = None,
+    chunk_tokens: Annotated[str | None, typer.Option(help="Tokens per pass, such as 2048,8192.")] = None,
+    routing: Routing = "trace",
+    output: Output = None,
+    log_dir: Logs = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Time to first token by prompt length, prompts at once and tokens per pass."""
+    config = configs.prefill_h200() if configs.is_gpu_machine() else configs.prefill_cpu()
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing)}
+    if cap is not None:
+        changes["fraction"] = cap
+    if modes is not None:
+        changes["modes"] = tuple(_mode(name) for name in modes.split(","))
+    for name, text in (("batches", batch), ("prompt_tokens", prompt_tokens), ("chunk_tokens", chunk_tokens)):
+        if text is not None:
+            changes[name] = _integers(text)
+    config = dataclasses.replace(config, **changes)
+    _run(config, plan.prefill_jobs, summary.prefill_summary, _PREFILL_COLUMNS, output, log_dir, deadline_s)
+
+
+@app.command()
+def resize(
+    model: Model = None,
+    vram_budget_gb: Annotated[float | None, typer.Option(help="Budget of the engine, 1e9 bytes.")] = None,
+    step_mib: Annotated[float | None, typer.Option(help="Least memory to move at a time, MiB.")] = None,
+    resizes: Annotated[int | None, typer.Option(min=2)] = None,
+    output: Output = None,
+    log_dir: Logs = None,
+) -> None:
+    """Pause of the engine while memory moves between experts and KV, in both directions."""
+    config = configs.resize_h200() if configs.is_gpu_machine() else configs.resize_cpu()
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real")}
+    if vram_budget_gb is not None:
+        changes["budget_bytes"] = int(vram_budget_gb * 1e9)
+    if step_mib is not None:
+        changes["step_bytes"] = int(step_mib * 2**20)
+    if resizes is not None:
+        changes["resizes"] = resizes
+    config = dataclasses.replace(config, **changes)
+    _run(config, plan.resize_jobs, summary.resize_summary, _RESIZE_COLUMNS, output, log_dir, None)
+
+
+@app.command()
+def prefetch() -> None:
+    """Prefetch of predicted experts, on against off."""
+    if "prefetch" not in WispSettings.model_fields:
+        raise ConfigurationError("this version's pager does not prefetch: there is nothing to compare")
+    raise ConfigurationError("prefetch is not measured yet")
+
+
+@app.command()
+def pager_overhead(output: Output = None) -> None:
+    """What paging costs by itself: on a GPU its kernels without a model, on a CPU a pager that holds every expert."""
+    if not configs.is_gpu_machine():
+        decode(cap="1.0", baselines="none", output=output)
+        return
+    path = output or report.result_path("pager-overhead", "cuda")
+    command = [sys.executable, "-m", "wisp_core.pager.device.benchmark", "--output", str(path)]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: an error that the operator can fix is one message, not a traceback."""
+    try:
+        app(arguments)
+    except WispError as error:
+        typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
+        sys.exit(2)
+
+
+def _run(
+    config: Config,
+    make_jobs: Callable[[Config, plan.Model], list[plan.NamedJob]],
+    summarize: Callable[[Sequence[report.Row]], dict[str, Any]],
+    columns: Sequence[str],
+    output: Path | None,
+    log_dir: Path | None,
+    deadline_s: float | None,
+) -> None:
+    """Run, save after every engine, print; exit code 1 when no engine gave a row."""
+    path = (output or report.result_path(config.name, config.engine.device)).resolve()
+    command = "wisp bench " + shlex.join(sys.argv[1:])
+
+    def save(measured: Measured) -> None:
+        report.write_result(path, config, command, measured, summarize(measured.rows))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = make_jobs(config, plan.find_model(config.engine.model, Path(scratch)))
+        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
+    report.print_table(f"{config.name}: {config.engine.model}", measured.rows, columns)
+    typer.echo(report.last_line(config, path, measured, summarize(measured.rows)))
+    if all("error" in row for row in measured.rows):
+        raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _engine(config: configs.EngineConfig, model: str | None, routing: str) -> configs.EngineConfig:
+    if routing not in ("trace", "real"):
+        raise ConfigurationError(f"--routing {routing}: it is 'trace' or 'real'")
+    return dataclasses.replace(config, model=model or config.model, routing=routing)
+
+
+def _mode(name: str) -> Mode:
+    try:
+        return Mode(name)
+    except ValueError:
+        raise ConfigurationError(f"no mode {name!r}: it is one of {', '.join(Mode)}") from None
+
+
+def _baselines(text: str) -> tuple[tuple[Mode, float], ...]:
+    if text == "none":
+        return ()
+    pairs = (item.split(":") for item in text.split(","))
+    try:
+        return tuple((_mode(mode), float(share)) for mode, share in pairs)
+    except ValueError as error:
+        raise ConfigurationError(f"--baselines {text}: write mode:share,mode:share ({error})") from error
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(item) for item in text.split(","))
+    except ValueError as error:
+        raise ConfigurationError(f"{text!r} is no list of numbers: {error}") from error
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError as error:
+        raise ConfigurationError(f"{text!r} is no list of whole numbers: {error}") from error

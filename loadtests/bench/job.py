@@ -1,0 +1,83 @@
+"""What a parent asks of a child process: one engine, and what to measure with it. JSON between them."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Job(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineJob(_Job):
+    """One engine."""
+
+    mode: str = Field(description="Name of the way that experts are kept.")
+    model: str = Field(description="Directory with config.json.")
+    device: str = Field(description="cpu or cuda.")
+    engine_args: dict[str, object] = Field(description="vLLM's arguments by their Python names.")
+    has_made_up_weights: bool = Field(description="Draw weights instead of reading a checkpoint.")
+    env: dict[str, str] = Field(default={}, description="Environment of this process on top of the usual one.")
+    timeout_s: float = Field(description="After this the process is killed; the rows so far count.")
+    must_offload: bool = Field(default=False, description="An engine that keeps all its weights on the device fails.")
+
+
+class TraceJob(_Job):
+    """Routing to replay."""
+
+    sessions: int
+    positions: int
+    layers: int
+    experts: int
+    top_k: int
+    seed: int
+
+
+class DecodeJob(_Job):
+    """Time decode steps."""
+
+    kind: str = "decode"
+    engine: EngineJob
+    trace: TraceJob | None = Field(description="None: the model's own router decides.")
+    caps: tuple[int, ...] = Field(description="Caps to run in turn, ascending; one without a pager.")
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    warmup_tokens: int = Field(description="Tokens of each answer that are not timed.")
+    timed_tokens: int
+    vocab_size: int
+    seed: int
+
+
+class PrefillJob(_Job):
+    """Time prompts until their first token."""
+
+    kind: str = "prefill"
+    engine: EngineJob
+    trace: TraceJob | None
+    cap: int = Field(description="Reported, and set when the engine has a pager.")
+    batches: tuple[int, ...] = Field(description="Prompts at once.")
+    prompt_tokens: tuple[int, ...]
+    repeats: int
+    vocab_size: int
+    seed: int
+
+
+class ResizeJob(_Job):
+    """Move memory between experts and KV while requests decode."""
+
+    kind: str = "resize"
+    engine: EngineJob
+    wisp: dict[str, object] = Field(description="Settings of the paged engine.")
+    step_bytes: int = Field(description="Bytes to move at a time, at least.")
+    resizes: int
+    batch: int
+    prompt_tokens: int
+    vocab_size: int
+    seed: int
+
+
+JOBS: dict[str, type[DecodeJob] | type[PrefillJob] | type[ResizeJob]] = {
+    "decode": DecodeJob,
+    "prefill": PrefillJob,
+    "resize": ResizeJob,
+}

@@ -1,0 +1,90 @@
+"""What the rows of a run say together. Pure: rows in, figures out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loadtests.bench.modes import BASELINES, Mode
+
+Row = dict[str, Any]
+
+_BASELINES = {mode.value for mode in BASELINES}
+
+
+def decode_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Stretch of every paged row, its gain over the fastest baseline with the same share of experts, and checks.
+
+    The stretch is ``time / (resident time + missed bytes / link)``, the model's bound on a pager without overlap.
+    """
+    good = [row for row in rows if "error" not in row]
+    resident = {row["batch"]: row for row in good if row["mode"] == Mode.RESIDENT}
+    paged = [row for row in good if row["mode"] == Mode.PAGED]
+    return {
+        "paged": [_paged_figures(row, resident.get(row["batch"]), good) for row in paged],
+        "are_outputs_equal": _are_equal(good, ("batch",)),
+        "are_recounts_equal": all(row["is_recount_equal"] for row in paged if "is_recount_equal" in row),
+        "modes": sorted({row["mode"] for row in good}),
+    }
+
+
+def prefill_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Time to the last first token of every paged row against ``passes x bytes not resident / link``, and checks."""
+    good = [row for row in rows if "error" not in row]
+    figures = []
+    for row in good:
+        if row["mode"] != Mode.PAGED:
+            continue
+        bound_ms = row["passes"] * row["offloaded_bytes"] / row["link_bytes_per_s"] * 1e3
+        same = [other for other in good if all(other[key] == row[key] for key in _PREFILL_KEYS)]
+        fastest = min((r["last_first_token_ms"] for r in same if r["mode"] in _BASELINES), default=None)
+        figures.append(
+            {key: row[key] for key in _PREFILL_KEYS}
+            | {
+                "stretch": row["last_first_token_ms"] / bound_ms if bound_ms else None,
+                "gain": fastest / row["last_first_token_ms"] if fastest else None,
+            }
+        )
+    return {"paged": figures, "are_outputs_equal": _are_equal(good, _PREFILL_KEYS)}
+
+
+def resize_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Longest pause in each direction, and checks."""
+    good = [row for row in rows if "error" not in row]
+    directions = sorted({row["direction"] for row in good})
+    return {
+        "max_pause_ms": {name: max(r["pause_ms"] for r in good if r["direction"] == name) for name in directions},
+        "bytes_moved": sum(row["bytes_moved"] for row in good),
+        "are_all_applied": bool(good) and all(row["outcome"] == "applied" for row in good),
+        "are_answers_equal": bool(good) and all(row["is_answer_equal"] for row in good),
+    }
+
+
+_PREFILL_KEYS = ("batch", "prompt_tokens", "chunk_tokens")
+
+
+def _paged_figures(row: Row, resident: Row | None, good: Sequence[Row]) -> dict[str, Any]:
+    figures = {"batch": row["batch"], "cap": row["cap"], "ms_per_step": row["ms_per_step"]}
+    if resident is not None:
+        link_ms = row["missed_bytes_per_step"] / row["link_bytes_per_s"] * 1e3
+        figures["stretch"] = row["ms_per_step"] / (resident["ms_per_step"] + link_ms)
+    rivals = [
+        other
+        for other in good
+        if other["mode"] in _BASELINES and (other["batch"], other["cap"]) == (row["batch"], row["cap"])
+    ]
+    if rivals:
+        fastest = min(rivals, key=lambda other: other["ms_per_step"])
+        figures["fastest_baseline"] = fastest["mode"]
+        figures["gain"] = fastest["ms_per_step"] / row["ms_per_step"]
+        if row["peak_gpu_bytes"] and fastest["peak_gpu_bytes"]:
+            figures["peak_over_baseline"] = row["peak_gpu_bytes"] / fastest["peak_gpu_bytes"]
+    return figures
+
+
+def _are_equal(rows: Sequence[Row], keys: Sequence[str]) -> bool:
+    """Whether rows that differ in nothing but mode and cap have one answer."""
+    hashes: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        hashes.setdefault(tuple(row[key] for key in keys), set()).add(row["output_hash"])
+    return bool(hashes) and all(len(found) == 1 for found in hashes.values())
