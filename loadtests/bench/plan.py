@@ -31,7 +31,7 @@ def find_model(name: str, scratch: Path) -> Model:
     if name in SHAPES:
         write_shape(scratch / name, SHAPES[name])
         return Model(scratch / name, SHAPES[name], has_made_up_weights=True)
-    directory = Path(name)
+    directory = Path(name).resolve()
     has_weights = any(directory.glob("*.safetensors"))
     return Model(directory, read_shape(directory), has_made_up_weights=not has_weights)
 
@@ -123,7 +123,7 @@ def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits
     # Equal KV on every side, no answers from a cache, and nobody profiles or takes a share of the device.
     engine_args |= {"kv_cache_memory_bytes": config.kv_bytes, "enable_prefix_caching": False}
     if mode is Mode.PAGED:
-        engine_args["additional_config"] = {"wisp": {"cap": cap, **config.wisp}}
+        engine_args["additional_config"] = {"wisp": {**engine_args["additional_config"]["wisp"], **config.wisp}}
     return EngineJob(
         mode=mode.value,
         model=str(model.directory),

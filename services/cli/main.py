@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from services.cli.bench import app as bench_app
 from services.environment import prepare_driver
 from wisp_core.errors import WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 model_app = typer.Typer(no_args_is_help=True, help="Models to try things with.")
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
 

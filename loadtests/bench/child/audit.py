@@ -6,7 +6,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from loadtests.bench.child.replay import Replay, StepRows
+from wisp_core.pager.device.reference import LayerTable
 from wisp_core.pager.slot_table import SlotTable
 
 
@@ -23,23 +27,34 @@ class Recount:
         return sum(self.per_step) == self.counted
 
 
-class HostAudit:
-    """For the pager that plans on the host: the reference tables, replayed from where the engine's stood."""
+class Audit:
+    """The reference tables, replayed from where the engine's tables stood."""
 
     def __init__(self, pager: Any) -> None:
         """Copy the state of every layer; no request may be running."""
         self._pager = pager
-        self._tables: list[SlotTable] = copy.deepcopy(pager.tables())
+        self._tables: list[SlotTable | LayerTable] = copy.deepcopy(pager.tables())
         self._counted_before = self._counted()
 
     def recount(self, replay: Replay, steps: list[StepRows]) -> Recount:
-        """Replay ``steps``, which the engine has run since. Call it once."""
-        per_step = [sum(self._misses(replay, step, layer) for layer in range(len(self._tables))) for step in steps]
-        return Recount(per_step, self._counted() - self._counted_before)
-
-    def _misses(self, replay: Replay, step: StepRows, layer: int) -> int:
-        batches = self._tables[layer].plan(replay.ids_of(step, layer).astype("int32"))
-        return sum(len(batch.copies) for batch in batches)
+        """Replay ``steps``, which the engine has run since and finished. Call it once."""
+        counted = self._counted() - self._counted_before
+        per_step = [
+            sum(
+                _misses(table, replay.ids_of(step, layer).astype(np.int32), is_decode=step.is_decode)
+                for layer, table in enumerate(self._tables)
+            )
+            for step in steps
+        ]
+        return Recount(per_step, counted)
 
     def _counted(self) -> int:
         return int(self._pager.counts_decode.misses + self._pager.counts_prefill.misses)
+
+
+def _misses(table: SlotTable | LayerTable, ids: npt.NDArray[np.int32], *, is_decode: bool) -> int:
+    """Experts that cross the link in one step of one layer; the step is taken as done."""
+    if isinstance(table, SlotTable):
+        return sum(len(batch.copies) for batch in table.plan(ids))
+    plan = table.plan(ids) if is_decode else table.look_up(ids)
+    return len(plan.misses)

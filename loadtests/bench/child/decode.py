@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from loadtests.bench.child.audit import HostAudit
+from loadtests.bench.child.audit import Audit
 from loadtests.bench.child.engine import (
     Generation,
     build_replay,
@@ -27,8 +27,9 @@ Row = dict[str, Any]
 
 def run_decode(job: DecodeJob) -> Iterator[Row]:
     """One row for each cap and batch."""
-    link_bytes_per_s, link_source = measure_link_bytes_per_s()
     memory = GpuMemory()
+    link_bytes_per_s, link_source = measure_link_bytes_per_s()
+    memory.restart()
     replay = build_replay(job.trace)
     with open_engine(job.engine, replay) as llm:
         if job.engine.must_offload and offloaded_bytes() == 0:
@@ -57,7 +58,7 @@ def _measure(llm: Any, job: DecodeJob, replay: Replay | None, batch: int, run: s
     prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(batch)]
     num_tokens = job.warmup_tokens + job.timed_tokens
     pager = current_pager()
-    audit = HostAudit(pager) if pager is not None and replay is not None else None
+    audit = Audit(pager) if pager is not None and replay is not None else None
     if replay is not None:
         replay.steps.clear()
     counts_before = pager.counts_decode if pager is not None else None

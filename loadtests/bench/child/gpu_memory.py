@@ -12,7 +12,7 @@ _INTERVAL_S = 0.02
 
 
 class GpuMemory:
-    """Samples until the process ends. Without a GPU every figure is None.
+    """Samples until the process ends. Without a GPU every figure is None. Create it before the process uses the GPU.
 
     NVML counts what torch does not: virtual-memory pages, the CUDA context, graphs. Where it knows no figure for one
     process (in a virtual machine), the device's total above what was in use before the engine stands in for it.
@@ -76,6 +76,6 @@ def _open_nvml() -> tuple[Any, Any]:
 
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
     except pynvml.NVMLError:
         return None, None

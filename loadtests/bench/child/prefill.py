@@ -17,8 +17,9 @@ Row = dict[str, Any]
 
 def run_prefill(job: PrefillJob) -> Iterator[Row]:
     """One row for each number and length of prompts."""
-    link_bytes_per_s, link_source = measure_link_bytes_per_s()
     memory = GpuMemory()
+    link_bytes_per_s, link_source = measure_link_bytes_per_s()
+    memory.restart()
     replay = build_replay(job.trace)
     with open_engine(job.engine, replay) as llm:
         if job.engine.must_offload and offloaded_bytes() == 0:

@@ -18,8 +18,9 @@ Row = dict[str, Any]
 
 def run_resize(job: ResizeJob) -> Iterator[Row]:
     """One row for each resize: experts to KV, then back, and so on."""
-    link_bytes_per_s, _ = measure_link_bytes_per_s()
     memory = GpuMemory()
+    link_bytes_per_s, _ = measure_link_bytes_per_s()
+    memory.restart()
     engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
     try:
         small, large = _caps(engine, job.step_bytes)

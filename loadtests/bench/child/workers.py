@@ -10,6 +10,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from loadtests.bench.child.replay import Replay
 from wisp_core.engine.cpu_seeds import CpuSeedsMixin
+from wisp_core.pager.plugin import register
+
+register()  # also where the package is not installed, so that vLLM finds no entry point
 
 _replay: Replay | None = None
 

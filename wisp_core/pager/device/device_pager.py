@@ -20,7 +20,7 @@ from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedMode
 from wisp_core.memory.region import Backing, FillableBacking
 from wisp_core.pager.device.gather_kernel import Gather
 from wisp_core.pager.device.plan_kernel import plan_step, set_cap
-from wisp_core.pager.device.reference import NO_SLOT
+from wisp_core.pager.device.reference import NO_SLOT, LayerTable
 from wisp_core.pager.device.staging import Staging
 from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
 from wisp_core.pager.device.statistics import DeviceSums, RecentCurve
@@ -230,6 +230,10 @@ class DevicePager:
     def resident(self) -> tuple[tuple[int, ...], ...]:
         """Per layer: ids of the experts in slots, ascending. Waits for the device."""
         return tuple(tuple(np.flatnonzero(of_layer).tolist()) for of_layer in self.is_resident())
+
+    def tables(self) -> list[LayerTable]:
+        """Copies of each layer's table, as the reference's type, for audits between forwards. Waits for the device."""
+        return [layer.state.read() for layer in self._all_layers()]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""

@@ -1,0 +1,124 @@
+"""What each mode asks of vLLM, and which engines a run needs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtests.bench import configs
+from loadtests.bench.job import DecodeJob, PrefillJob, ResizeJob
+from loadtests.bench.modes import BASELINES, Mode, mode_arguments
+from loadtests.bench.plan import decode_jobs, find_model, prefill_jobs, resize_jobs
+from loadtests.shapes import SHAPES, read_shape
+from wisp_core.errors import ConfigurationError
+
+SHAPE = SHAPES["qwen3-30b-a3b"]
+GIB = 1 << 30
+
+
+def test_the_30b_shape_has_the_sizes_of_the_model() -> None:
+    assert SHAPE.w13_bytes == 128 * 1536 * 2048 * 2
+    assert SHAPE.expert_bytes == 9 << 20
+    assert SHAPE.experts_bytes == 54 * GIB
+
+
+@pytest.mark.parametrize("cap", [16, 32, 64, 96])
+@pytest.mark.parametrize("mode", [Mode.UVA_EXPERTS, Mode.UVA_ALL])
+def test_uva_keeps_no_less_on_the_device_than_the_pager(mode: Mode, cap: int) -> None:
+    offload_bytes = mode_arguments(mode, SHAPE, cap).engine_args["cpu_offload_gb"] * GIB
+    paged_bytes = SHAPE.layers * (SHAPE.experts - cap) * SHAPE.expert_bytes
+    slack = SHAPE.w13_bytes + (SHAPE.w13_bytes if mode is Mode.UVA_ALL else 0)
+    # vLLM stops after the parameter with which it reaches the limit, so `uva_all` may go over by one.
+    over = SHAPE.w13_bytes if mode is Mode.UVA_ALL else 0
+    assert paged_bytes - slack <= offload_bytes + over
+    assert offload_bytes + over <= paged_bytes
+
+
+def test_uva_of_experts_offloads_whole_parameters() -> None:
+    arguments = mode_arguments(Mode.UVA_EXPERTS, SHAPE, 32).engine_args
+    assert arguments["cpu_offload_params"] == ["experts"]
+    # 36 of 48 layers: 25 % of the experts stay, exactly.
+    assert int(arguments["cpu_offload_gb"] * GIB) == 36 * (SHAPE.w13_bytes + SHAPE.w2_bytes)
+
+
+def test_the_copying_offloader_pays_for_the_layer_in_flight() -> None:
+    uva, copying = (mode_arguments(mode, SHAPE, 32) for mode in (Mode.UVA_EXPERTS, Mode.OFFLOAD_COPY))
+    more = copying.engine_args["cpu_offload_gb"] - uva.engine_args["cpu_offload_gb"]
+    assert more * GIB == SHAPE.w13_bytes + SHAPE.w2_bytes
+    assert copying.env == {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1"}
+
+
+def test_prefetch_counts_its_buffer_as_resident() -> None:
+    arguments = mode_arguments(Mode.PREFETCH_OFFLOAD, SHAPE, 32).engine_args
+    resident_layers = SHAPE.layers - arguments["offload_num_in_group"] + arguments["offload_prefetch_step"]
+    assert arguments["offload_group_size"] == SHAPE.layers
+    assert resident_layers == 12
+
+
+@pytest.mark.parametrize("mode", BASELINES)
+def test_a_baseline_with_every_expert_is_refused(mode: Mode) -> None:
+    with pytest.raises(ValueError, match="nothing to offload"):
+        mode_arguments(mode, SHAPE, SHAPE.experts)
+
+
+def test_a_decode_run_is_resident_then_paged_then_baselines(tmp_path: Path) -> None:
+    config = configs.decode_h200()
+    jobs = decode_jobs(config, find_model("qwen3-30b-a3b", tmp_path))
+    names = [name for name, _ in jobs]
+    assert names[:2] == ["resident-128", "paged-16"]
+    assert len(jobs) == 2 + len(config.baselines)
+    decode = [job for _, job in jobs if isinstance(job, DecodeJob)]
+    assert decode[1].caps == (16, 32, 64, 96, 128)
+    assert decode[1].engine.engine_args["additional_config"] == {"wisp": {"cap": 16, "min_cap": 16}}
+    # Nothing but the mode's own arguments differs.
+    own = {"additional_config", "cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_params"}
+    own |= {"offload_group_size", "offload_num_in_group", "offload_prefetch_step"}
+    common = [{k: v for k, v in job.engine.engine_args.items() if k not in own} for job in decode]
+    assert all(arguments == common[0] for arguments in common)
+    assert len({job.trace for job in decode}) == 1
+    assert [job.engine.must_offload for job in decode] == [False, False] + [True] * len(config.baselines)
+
+
+def test_a_prefill_run_has_an_engine_for_each_mode_and_chunk(tmp_path: Path) -> None:
+    config = configs.prefill_h200()
+    jobs = [job for _, job in prefill_jobs(config, find_model("tiny", tmp_path)) if isinstance(job, PrefillJob)]
+    assert len(jobs) == len(config.modes) * len(config.chunk_tokens)
+    assert {job.engine.engine_args["max_num_batched_tokens"] for job in jobs} == {2048, 8192}
+    assert all(job.engine.engine_args["max_model_len"] == 8002 for job in jobs)
+
+
+def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:
+    ((_, job),) = resize_jobs(configs.resize_cpu(), find_model("tiny", tmp_path))
+    assert isinstance(job, ResizeJob)
+    assert job.wisp == {"vram_budget_bytes": 128 << 20}
+    assert "kv_cache_memory_bytes" not in job.engine.engine_args
+
+
+def test_real_routing_has_no_trace(tmp_path: Path) -> None:
+    config = configs.decode_cpu()
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, routing="real"))
+    jobs = [job for _, job in decode_jobs(config, find_model("tiny", tmp_path)) if isinstance(job, DecodeJob)]
+    assert {job.trace for job in jobs} == {None}
+
+
+def test_jobs_survive_json(tmp_path: Path) -> None:
+    (_, job), *_ = decode_jobs(configs.decode_cpu(), find_model("tiny", tmp_path))
+    assert isinstance(job, DecodeJob)
+    assert DecodeJob.model_validate(json.loads(job.model_dump_json())) == job
+
+
+def test_a_shape_is_read_back_as_written(tmp_path: Path) -> None:
+    model = find_model("tiny", tmp_path)
+    assert model.has_made_up_weights
+    assert read_shape(model.directory) == SHAPES["tiny"]
+    again = find_model(str(model.directory), tmp_path)
+    assert (again.shape, again.has_made_up_weights) == (model.shape, True)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json: name a checkpoint, or one of qwen3-30b-a3b"):
+        find_model(str(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigurationError, match="'llama', benchmarks need 'qwen3_moe'"):
+        find_model(str(tmp_path), tmp_path)
