@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +110,8 @@ class Service:
     def _start_ray(self) -> None:
         replica = self.config.replica
         num_cpus = max(os.cpu_count() or 1, int(replica.count * replica.num_cpus + _SPARE_CPUS + 0.999))
+        # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
             num_cpus=num_cpus,  # Ray's bookkeeping, not a limit.
@@ -117,6 +120,7 @@ class Service:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        signal.signal(signal.SIGTERM, on_sigterm)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},

@@ -26,11 +26,13 @@ def load_config(path: Path, redis_url: str | None = None) -> ServiceConfig:
 
 def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then stop cleanly. Raises ConfigurationError."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, redis_url)
-    stopped = catch_stop_signals()
+    # Until it runs, a signal interrupts the start.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     typer.echo(f"wisp: starting {config.replica.count} replicas of {config.model.name}", err=True)
     with Service(config) as service:
+        stopped = catch_stop_signals()
         announce(service)
         while not stopped.wait(_TEND_PERIOD_S):
             service.tend()

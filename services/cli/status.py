@@ -95,7 +95,9 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
     table = _table("Sessions", ("session", "replica"), ("turns", "failed", "TTFT, s", "tokens/s", "cached", "hits"))
     for one in sessions:
         ttft_s = one["ttft_sum_s"] / one["ttft_turns"] if one["ttft_turns"] else 0.0
-        rate = one["completion_tokens"] / one["decode_s"] if one["decode_s"] else 0.0
+        # From arrival to end: an unstreamed turn comes in one piece and has no decode time of its own.
+        seconds = one["ttft_sum_s"] + one["decode_s"]
+        rate = one["completion_tokens"] / seconds if seconds else 0.0
         cached = one["cached_tokens"] / one["prompt_tokens"] if one["prompt_tokens"] else 0.0
         hits = one["expert_hits"] / one["expert_lookups"] if one["expert_lookups"] else 0.0
         table.add_row(

