@@ -17,9 +17,7 @@ _SERVER_ONLY = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser
 
 def answer_all(model: str, engine_args: dict[str, Any], prompts: list[dict[str, Any]]) -> list[list[list[Any]]]:
     """For each prompt its sampled ``[token text, log-probability]`` pairs; one prompt at a time."""
-    from vllm import SamplingParams
-
-    from wisp_core.engine.offline import OfflineEngine
+    from wisp_core.engine.offline import OfflineEngine, SamplingParams
 
     engine = OfflineEngine(model, {name: value for name, value in engine_args.items() if name not in _SERVER_ONLY})
     answers = []

@@ -2,10 +2,9 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
-from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "wisp_core" / "ARCHITECTURE.md"
@@ -48,6 +47,8 @@ def test_the_page_stays_short() -> None:
     assert len(TEXT.splitlines()) <= 150
 
 
-def test_import_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert lint_imports(no_cache=True) == 0
+def test_import_rules_hold() -> None:
+    # A process of its own: the linter's logging setup would switch off every logger of this one.
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
