@@ -30,7 +30,7 @@ Modes = Annotated[str | None, typer.Option(help="Baselines, each with a share, s
 Routing = Annotated[str, typer.Option(help="trace: replay a seeded trace in every mode; real: the model's router.")]
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 Logs = Annotated[Path | None, typer.Option(help="Where the engines' logs stay.")]
-Deadline = Annotated[float | None, typer.Option(help="Seconds after which no further engine is started.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds after which the run ends with what it has.")]
 
 _DECODE_COLUMNS = (
     "mode",

@@ -44,6 +44,7 @@ class DecodeJob(_Job):
     prompt_tokens: int
     warmup_tokens: int = Field(description="Tokens of each answer that are not timed.")
     timed_tokens: int
+    compared_tokens: int = Field(description="First tokens of each answer that the hash covers: the same in all modes.")
     vocab_size: int
     seed: int
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,22 @@ def decode_jobs(config: DecodeConfig, model: Model) -> list[NamedJob]:
     wanted += [(mode, (_cap(shape, fraction),)) for mode, fraction in config.baselines]
     positions = config.prompt_tokens + config.warmup_tokens + config.timed_tokens
     trace = _trace(config.engine, shape, max(config.batches), positions)
+    limits = {"max_model_len": positions, "max_num_batched_tokens": max(256, 8 * config.prompt_tokens)}
+    compared_tokens = min(
+        config.warmup_tokens + config.timed_tokens, config.baseline_warmup_tokens + config.baseline_timed_tokens
+    )
     jobs: list[NamedJob] = []
     for mode, mode_caps in wanted:
-        limits = {"max_model_len": positions, "max_num_batched_tokens": max(256, 8 * config.prompt_tokens)}
+        is_baseline = mode not in (Mode.RESIDENT, Mode.PAGED)
         job = DecodeJob(
-            engine=_engine_job(config.engine, model, mode, mode_caps[0], limits),
+            engine=_engine_job(_with_graphs(config.engine, config.batches), model, mode, mode_caps[0], limits),
             trace=trace,
             caps=mode_caps,
             batches=config.batches,
             prompt_tokens=config.prompt_tokens,
-            warmup_tokens=config.warmup_tokens,
-            timed_tokens=config.timed_tokens,
+            warmup_tokens=config.baseline_warmup_tokens if is_baseline else config.warmup_tokens,
+            timed_tokens=config.baseline_timed_tokens if is_baseline else config.timed_tokens,
+            compared_tokens=compared_tokens,
             vocab_size=shape.vocab_size,
             seed=_SEED,
         )
@@ -134,6 +139,14 @@ def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits
         timeout_s=config.timeout_s,
         must_offload=mode not in (Mode.RESIDENT, Mode.PAGED),
     )
+
+
+def _with_graphs(config: EngineConfig, batches: tuple[int, ...]) -> EngineConfig:
+    """A graph of each batch's exact size: a padded one would replay rows that belong to no request."""
+    if "compilation_config" not in config.engine_args:
+        return config
+    graphs = config.engine_args["compilation_config"] | {"cudagraph_capture_sizes": sorted(batches)}
+    return replace(config, engine_args=config.engine_args | {"compilation_config": graphs})
 
 
 def _cap(shape: Shape, fraction: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ Row = dict[str, Any]
 Job = DecodeJob | PrefillJob | ResizeJob
 
 _ROOT = Path(__file__).parents[2]
+_LEAST_S = 15.0  # no engine starts in less
 _LOG_LINES = 15  # of a failed engine, for its row
 _CORES_TO_LOOK_AHEAD = 8  # with fewer, the next engine's imports would disturb the one that is timed
 
@@ -51,7 +53,7 @@ class _EngineProcess:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=_ROOT, env=self._environment()
             )
 
-    def run(self) -> list[Row]:
+    def run(self, timeout_s: float) -> list[Row]:
         """Let it go and wait for its lines; the last one is an error unless it finished."""
         assert self._process.stdin is not None
         problem = None
@@ -59,10 +61,10 @@ class _EngineProcess:
             self._process.stdin.write(b"go\n")
             self._process.stdin.close()
         try:
-            code = self._process.wait(timeout=self._job.engine.timeout_s)
+            code = self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.stop()
-            problem = f"no end within {self._job.engine.timeout_s:.0f} s"
+            problem = f"no end within {timeout_s:.0f} s"
         else:
             problem = f"exit code {code}" if code else None
         lines = self._lines()
@@ -102,7 +104,7 @@ def run_jobs(
         on_rows: called with everything measured so far after each job, to save it.
         say: progress for a person.
         log_dir: where the engines' logs stay; None: they go.
-        deadline_s: seconds from now after which no job is started; its row says so.
+        deadline_s: seconds from now by which all are done: later ones are cut off or not run, and their rows say so.
     """
     measured = Measured()
     look_ahead = 2 if len(os.sched_getaffinity(0)) >= _CORES_TO_LOOK_AHEAD else 1
@@ -116,12 +118,14 @@ def run_jobs(
                 # The next engine imports vLLM while this one loads its weights.
                 for ahead_name, ahead in jobs[index + len(waiting) : index + look_ahead]:
                     waiting.append(_EngineProcess(ahead, directory, ahead_name))
-                if deadline_s is not None and time.monotonic() - started_s > deadline_s:
-                    measured.rows.append({"mode": job.engine.mode, "error": f"not run: {deadline_s:.0f} s were over"})
-                    waiting.pop(0).stop()
-                    continue
                 job_started_s = time.monotonic()
-                lines = waiting.pop(0).run()
+                left_s = math.inf if deadline_s is None else deadline_s - (job_started_s - started_s)
+                process = waiting.pop(0)
+                if left_s <= _LEAST_S:
+                    process.stop()
+                    measured.rows.append({"mode": job.engine.mode, "error": f"not run: {left_s:.0f} s were left"})
+                    continue
+                lines = process.run(min(left_s, job.engine.timeout_s))
                 _take(measured, job, lines)
                 say(f"{name}: {len(lines) - 1} rows in {time.monotonic() - job_started_s:.0f} s")
                 on_rows(measured)

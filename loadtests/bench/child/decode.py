@@ -40,7 +40,8 @@ def run_decode(job: DecodeJob) -> Iterator[Row]:
                 pager.set_cap(cap)
             if index > 0:
                 memory.restart()
-            for batch in job.batches:
+            # The largest first: it fills the slots.
+            for batch in sorted(job.batches, reverse=True):
                 row = {"mode": job.engine.mode, "batch": batch, "cap": cap}
                 row |= _measure(llm, job, replay, batch, f"{cap}-{batch}")
                 row |= {
@@ -58,6 +59,9 @@ def _measure(llm: Any, job: DecodeJob, replay: Replay | None, batch: int, run: s
     prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(batch)]
     num_tokens = job.warmup_tokens + job.timed_tokens
     pager = current_pager()
+    if pager is not None and pager.cap == pager.num_experts:
+        # Once every expert that the trace needs is in its slot, what remains is the cost of paging itself.
+        generate(llm, prompts, num_tokens, f"{run}-fill")
     audit = Audit(pager) if pager is not None and replay is not None else None
     if replay is not None:
         replay.steps.clear()
@@ -65,7 +69,8 @@ def _measure(llm: Any, job: DecodeJob, replay: Replay | None, batch: int, run: s
     generation = generate(llm, prompts, num_tokens, run)
     synchronize()
     row = _times(generation, job)
-    row["output_hash"] = generation.output_hash
+    row["output_hash"] = generation.output_hash(job.compared_tokens)
+    row["full_output_hash"] = generation.output_hash(num_tokens)
     row["missed_bytes_per_step"] = 0.0
     if audit is not None and replay is not None and pager is not None:
         recount = audit.recount(replay, replay.steps)

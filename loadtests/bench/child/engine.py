@@ -79,10 +79,9 @@ class Generation:
     tokens: list[list[int]]
     token_times_s: list[list[float]] = field(default_factory=list)  # when each token came out, per request
 
-    @property
-    def output_hash(self) -> str:
-        """SHA-256 of all tokens."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()
+    def output_hash(self, num_tokens: int) -> str:
+        """SHA-256 of the first tokens of all answers."""
+        return hashlib.sha256(repr([tokens[:num_tokens] for tokens in self.tokens]).encode()).hexdigest()
 
     @property
     def first_token_s(self) -> list[float]:

@@ -15,6 +15,8 @@ from wisp_core.settings import WispSettings
 
 Row = dict[str, Any]
 
+_ANSWER_TOKENS = 8
+
 
 def run_resize(job: ResizeJob) -> Iterator[Row]:
     """One row for each resize: experts to KV, then back, and so on."""
@@ -73,4 +75,4 @@ def _caps(engine: OfflineEngine, step_bytes: int) -> tuple[int, int]:
 
 def _answer(engine: OfflineEngine, job: ResizeJob, run: str) -> str:
     prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(job.batch)]
-    return generate(engine.llm, prompts, 8, run).output_hash
+    return generate(engine.llm, prompts, _ANSWER_TOKENS, run).output_hash(_ANSWER_TOKENS)
