@@ -19,11 +19,11 @@ _OWNED = {
     "kv_transfer_config": "blocks that a connector reads must not be unmapped",
 }
 _CPU = {
-    "worker_cls": "wisp_core.engine.worker.WispCPUWorker",
+    "worker_cls": "wisp_core.engine.cpu_worker.WispCPUWorker",
     "scheduler_cls": "wisp_core.engine.scheduler.WispScheduler",
 }
 _GPU = {
-    "worker_cls": "wisp_core.engine.worker.WispGPUWorker",
+    "worker_cls": "wisp_core.engine.gpu_worker.WispGPUWorker",
     "scheduler_cls": "wisp_core.engine.scheduler.WispAsyncScheduler",
 }
 
@@ -52,7 +52,7 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
 
 def resident_engine_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Complete ``engine_args`` for an engine that holds every expert: the reference of a paged one."""
-    worker = {"worker_cls": "wisp_core.engine.worker.ResidentCPUWorker"} if current_platform.is_cpu() else {}
+    worker = {"worker_cls": "wisp_core.engine.cpu_worker.ResidentCPUWorker"} if current_platform.is_cpu() else {}
     return {**_defaults(), **worker, **engine_args}
 
 

@@ -10,32 +10,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from vllm.logger import init_logger
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
 
 from wisp_core.contracts import MemoryLayout
-from wisp_core.engine.cpu_seeds import CpuSeedsMixin
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
 from wisp_core.engine.pooled_memory import PooledMemory
 from wisp_core.engine.reports import LayoutReport, PagerReport
 from wisp_core.engine.session_tally import SessionTally
-from wisp_core.engine.step_rows import StepRows
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.kv_demand import blocks_of
-from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.memory.region import Backing
 from wisp_core.pager.interface import ExpertPager
 from wisp_core.pager.plugin import register
 from wisp_core.pager.registry import current_pager
 from wisp_core.settings import WispSettings
-
-if TYPE_CHECKING:
-    from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
 
 register()
 
@@ -239,71 +230,3 @@ class WispWorkerMixin:
     def _wisp_synchronize(self) -> None:
         """Wait until no step in flight can write a page that goes."""
         raise NotImplementedError
-
-
-class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[misc]
-    """On CPU: memfd mappings; a step is over when its call returns."""
-
-    def _wisp_backing(self) -> Backing:
-        return MemfdBacking()
-
-    def _wisp_profile(self) -> None:
-        if self._should_warm_up_model():
-            self.model_runner.warming_up_model()
-
-    def _wisp_begin_step(self, scheduler_output: Any) -> None:
-        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
-
-    def _wisp_end_step(self) -> None:
-        self._wisp_tally.end_step()
-
-    def _wisp_synchronize(self) -> None:
-        return
-
-
-class ResidentCPUWorker(CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
-    """vLLM's own worker for an engine that holds every expert, as a reference."""
-
-
-class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
-    """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device.
-
-    ``wisp.activation_bytes`` must cover what vLLM's profiling does not see: CUDA's context and captured graphs.
-    """
-
-    _wisp_pager: DevicePager
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
-        super().load_model(*args, **kwargs)
-        self._wisp_pager.begin_step(0, is_prefill=False)
-
-    def compile_or_warm_up_model(self) -> Any:
-        """Warm up and capture, and forget what that counted."""
-        times = super().compile_or_warm_up_model()
-        self._wisp_pager.reset_statistics()
-        return times
-
-    def _wisp_backing(self) -> Backing:
-        # A padded row may read or write any block, so addresses without pages must not fault.
-        return self._wisp_pager.backing.with_filler()
-
-    def _wisp_profile(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        Worker.determine_available_memory(self)
-
-    def _wisp_activation_bytes(self) -> int:
-        """The allocator's peak in the profiling forward above what it holds of weights, staging included."""
-        weights_bytes = dense_parameter_bytes(self.model_runner.get_model())
-        peak_bytes = int(torch.cuda.max_memory_reserved())
-        return max(0, peak_bytes - weights_bytes) + self._wisp_settings.activation_bytes
-
-    def _wisp_begin_step(self, scheduler_output: Any) -> None:
-        is_prefill = any(num_tokens > 1 for num_tokens in scheduler_output.num_scheduled_tokens.values())
-        self._wisp_pager.begin_step(scheduler_output.total_num_scheduled_tokens, is_prefill=is_prefill)
-
-    def _wisp_end_step(self) -> None:
-        self._wisp_pager.end_step()
-
-    def _wisp_synchronize(self) -> None:
-        torch.accelerator.synchronize()

@@ -14,7 +14,7 @@ from wisp_core.pager.device.staging import W2, W13, Group
 from wisp_core.pager.device.state import Path
 from wisp_core.pager.interface import ForwardInfo
 
-MAX_ROWS_IN_PLACE = 256
+MAX_ROWS_IN_PLACE = 512
 """Prefills of at most so many rows read missing experts in place: most experts then fill one block of a product, so
 they cross the link about once, and only those that are needed do."""
 

@@ -1,0 +1,37 @@
+"""Workers of the CPU engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from wisp_core.engine.cpu_seeds import CpuSeedsMixin
+from wisp_core.engine.step_rows import StepRows
+from wisp_core.engine.worker import WispWorkerMixin
+from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.memory.region import Backing
+
+
+class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[misc]
+    """On CPU: memfd mappings; a step is over when its call returns."""
+
+    def _wisp_backing(self) -> Backing:
+        return MemfdBacking()
+
+    def _wisp_profile(self) -> None:
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+
+    def _wisp_begin_step(self, scheduler_output: Any) -> None:
+        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
+
+    def _wisp_end_step(self) -> None:
+        self._wisp_tally.end_step()
+
+    def _wisp_synchronize(self) -> None:
+        return
+
+
+class ResidentCPUWorker(CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
+    """vLLM's own worker for an engine that holds every expert, as a reference."""

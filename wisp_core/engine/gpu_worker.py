@@ -1,0 +1,59 @@
+"""Worker of the GPU engine. Apart from the CPU's: importing that one changes vLLM's buffers for the whole process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from wisp_core.engine.dense_bytes import dense_parameter_bytes
+from wisp_core.engine.worker import WispWorkerMixin
+from wisp_core.memory.region import Backing
+
+if TYPE_CHECKING:
+    from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
+
+
+class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
+    """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device.
+
+    ``wisp.activation_bytes`` must cover what vLLM's profiling does not see: CUDA's context and captured graphs.
+    """
+
+    _wisp_pager: DevicePager
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
+        super().load_model(*args, **kwargs)
+        self._wisp_pager.begin_step(0, is_prefill=False)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up and capture, and forget what that counted."""
+        times = super().compile_or_warm_up_model()
+        self._wisp_pager.reset_statistics()
+        return times
+
+    def _wisp_backing(self) -> Backing:
+        # A padded row may read or write any block, so addresses without pages must not fault.
+        return self._wisp_pager.backing.with_filler()
+
+    def _wisp_profile(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        Worker.determine_available_memory(self)
+
+    def _wisp_activation_bytes(self) -> int:
+        """The allocator's peak in the profiling forward above what it holds of weights, staging included."""
+        weights_bytes = dense_parameter_bytes(self.model_runner.get_model())
+        peak_bytes = int(torch.cuda.max_memory_reserved())
+        return max(0, peak_bytes - weights_bytes) + self._wisp_settings.activation_bytes
+
+    def _wisp_begin_step(self, scheduler_output: Any) -> None:
+        is_prefill = any(num_tokens > 1 for num_tokens in scheduler_output.num_scheduled_tokens.values())
+        self._wisp_pager.begin_step(scheduler_output.total_num_scheduled_tokens, is_prefill=is_prefill)
+
+    def _wisp_end_step(self) -> None:
+        self._wisp_pager.end_step()
+
+    def _wisp_synchronize(self) -> None:
+        torch.accelerator.synchronize()
