@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from loadtests.bench.child.replay import Replay
@@ -40,5 +40,9 @@ class BenchGPUWorker(_ReplayMixin, Worker):  # type: ignore[misc]
     """On a GPU; experts are paged or not as the engine's arguments say."""
 
 
-class BenchCPUWorker(_ReplayMixin, CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
-    """On CPU."""
+if current_platform.is_cpu():
+    # Elsewhere this import breaks the process: it replaces torch's events and streams, and vLLM's buffers.
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    class BenchCPUWorker(_ReplayMixin, CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
+        """On CPU."""
