@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 GPU_TESTS = Path(__file__).parents[1] / "gpu"
 
 
-@pytest.mark.parametrize(("file", "at_least"), [("test_device_plan.py", 80), ("test_device_gather.py", 15)])
+@pytest.mark.parametrize(
+    ("file", "at_least"), [("test_device_plan.py", 80), ("test_device_gather.py", 15), ("test_device_pager.py", 9)]
+)
 def test_kernels_under_the_interpreter(file: str, at_least: int) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(GPU_TESTS / file)],

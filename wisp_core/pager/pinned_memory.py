@@ -86,7 +86,8 @@ class EmptyInPinnedMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _unlock(tensors: list[torch.Tensor]) -> None:
-    torch.cuda.synchronize()
+    if tensors:
+        torch.cuda.synchronize()
     for tensor in tensors:
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
     tensors.clear()

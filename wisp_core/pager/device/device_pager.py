@@ -83,6 +83,7 @@ class DevicePager:
         self.backing = backing
         self.host_memory = host_memory
         self.clock = StepClock()
+        self.link_bytes_per_s: float | None = None  # measured once all layers are there
         self._layers: list[_Layer | None] = []
         self._state: DeviceState | None = None
         self._is_told = False
@@ -157,7 +158,7 @@ class DevicePager:
         self._is_told = True
         self._is_prefill = is_prefill
         self._device_state.num_valid_rows.fill_(num_tokens)
-        if num_tokens:
+        if num_tokens and self.device.type == "cuda":
             self.clock.start(is_prefill=is_prefill)
 
     def end_step(self) -> None:
@@ -293,6 +294,7 @@ class DevicePager:
             layer.attach(self._state.layer(index), self.device)
         if self.device.type == "cuda":  # without a copy engine (the kernels' interpreter), there is nothing to stream
             self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)
+            self.link_bytes_per_s = self.staging.measure_link()
 
     def _layer(self, index: int) -> _Layer:
         layer = self._layers[index]
@@ -317,12 +319,15 @@ class DevicePager:
 
     def _counts(self, path: Path) -> PagerCounts:
         counts = self._sums.read().total(path)
+        missed_bytes = counts.misses * self.expert_bytes
         return PagerCounts(
             steps=counts.steps,
             tokens=counts.rows,
             hits=counts.hits,
             misses=counts.misses,
-            missed_bytes=counts.misses * self.expert_bytes,
+            missed_bytes=missed_bytes,
             distinct=counts.distinct,
             seconds=self.clock.seconds(is_prefill=path is Path.STREAMED),
+            # Inside a graph copies cannot be timed one by one: what they take at the link's measured speed.
+            link_seconds=missed_bytes / self.link_bytes_per_s if self.link_bytes_per_s else 0.0,
         )

@@ -1,0 +1,85 @@
+"""Parts of the GPU path that need no GPU: recent curves, runs of copies, slots in reach of the host, preflight."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from wisp_core.errors import ConfigurationError
+from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.pager.device.reference import StepCounts
+from wisp_core.pager.device.staging import _runs
+from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.statistics import HALF_LIFE_STEPS, RecentCurve, Sums
+from wisp_core.pager.host_store import HostStore
+from wisp_core.pager.layer_slots import LayerSlots
+from wisp_core.pager.pinned_memory import EmptyInPinnedMemory, PinnedMemory
+
+
+def sums(steps: int, distances: list[int]) -> Sums:
+    counts = np.zeros((2, len(Path), len(StepCounts.__slots__)), np.int64)
+    counts[:, Path.DECODE, 0] = steps
+    return Sums(counts, np.array([distances, distances]))
+
+
+def test_the_recent_curve_is_exact_at_first_and_forgets_by_half_lives() -> None:
+    curve = RecentCurve()
+    assert curve.misses_by_cap() == ()
+    curve.update(sums(10, [20, 10, 10]))
+    assert curve.misses_by_cap() == (8.0, 4.0, 2.0)
+    curve.update(sums(10, [20, 10, 10]))
+    assert curve.misses_by_cap() == (8.0, 4.0, 2.0), "no step, no change"
+    more = int(10 * HALF_LIFE_STEPS)
+    curve.update(sums(10 + more, [20, 10, 10 + more]))
+    assert curve.misses_by_cap()[2] == pytest.approx(2.0, rel=0.01), "all that is recent misses at every cap"
+    assert curve.misses_by_cap()[0] == pytest.approx(2.0, rel=0.01)
+
+
+def test_the_recent_curve_starts_anew_after_a_reset() -> None:
+    curve = RecentCurve()
+    curve.update(sums(10, [20, 10, 10]))
+    curve.update(sums(2, [0, 0, 2]))
+    assert curve.misses_by_cap() == (2.0, 2.0, 2.0)
+
+
+def test_neighbouring_experts_are_one_copy() -> None:
+    assert _runs([]) == []
+    assert _runs([3]) == [(0, 3, 4)]
+    assert _runs([1, 2, 3, 7, 9, 10]) == [(0, 1, 4), (3, 7, 8), (4, 9, 11)]
+
+
+@pytest.mark.parametrize("row", [(64,), (3, 1024), (5, 1000), (1024, 4)])
+def test_slots_lie_whole_rows_away_from_the_host(row: tuple[int, ...]) -> None:
+    backing, num_experts = MemfdBacking(), 6
+    tensors = {}
+    for name, shape in {"w13_weight": (num_experts, *row), "w2_weight": (num_experts, 2, *row)}.items():
+        region = backing.reserve("host", 2 * math.prod(shape))
+        tensors[name] = region.tensor()[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
+    slots = LayerSlots("slots", HostStore(tensors), backing, is_host_in_reach=True)
+    slots.back(0, num_experts)
+    assert slots.region.resident_bytes() == slots.bytes_at(num_experts)
+    for name, host in tensors.items():
+        row_bytes = host.stride(0) * host.element_size()
+        assert (host.data_ptr() - slots.tensors[name].data_ptr()) % row_bytes == 0
+        slots.tensors[name].fill_(1)  # every slot is backed, wherever it lies
+    slots.release(num_experts, 2)
+    assert slots.region.resident_bytes() == slots.bytes_at(2)
+
+
+def test_too_little_host_memory_is_refused_with_the_numbers() -> None:
+    memory = PinnedMemory(budget_bytes=1000)
+    with (
+        pytest.raises(ConfigurationError, match=r"takes 1024 bytes, but 1000 of additional_config.wisp.host_memory"),
+        EmptyInPinnedMemory(memory),
+    ):
+        torch.empty(8, 16, 4, dtype=torch.bfloat16)
+
+
+def test_other_tensors_are_made_as_ever() -> None:
+    with EmptyInPinnedMemory(PinnedMemory(budget_bytes=0)):
+        assert torch.ones(2).tolist() == [1, 1]
