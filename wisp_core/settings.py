@@ -24,7 +24,10 @@ class WispSettings(BaseModel):
         "None: the cap alone decides, and KV stays as vLLM sizes it (plain `vllm serve`).",
     )
     activation_bytes: int = Field(
-        default=64 << 20, ge=0, description="Part of the budget set aside for activations and workspaces, bytes."
+        default=64 << 20,
+        ge=0,
+        description="Part of the budget set aside for activations and workspaces, bytes. On a GPU these are measured "
+        "at start, and this is for what that does not see: at least 1 GiB.",
     )
     min_cap: int | None = Field(default=None, gt=0, description="Smallest cap a plan may ask for; None: top-k.")
     emulated_link_bytes_per_s: float | None = Field(

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
 
 
-class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
-    """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device.
+_UNSEEN_BYTES = 1 << 30
+"""What the profiling forward does not see: CUDA's context (half of it on an H200), captured graphs, libraries."""
 
-    ``wisp.activation_bytes`` must cover what vLLM's profiling does not see: CUDA's context and captured graphs.
-    """
+
+class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
+    """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device."""
 
     _wisp_pager: DevicePager
 
@@ -43,10 +44,10 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         Worker.determine_available_memory(self)
 
     def _wisp_activation_bytes(self) -> int:
-        """The allocator's peak in the profiling forward above what it holds of weights, staging included."""
+        """The allocator's peak in the profiling forward above the weights, staging included, and what that misses."""
         weights_bytes = dense_parameter_bytes(self.model_runner.get_model())
         peak_bytes = int(torch.cuda.max_memory_reserved())
-        return max(0, peak_bytes - weights_bytes) + self._wisp_settings.activation_bytes
+        return max(0, peak_bytes - weights_bytes) + max(_UNSEEN_BYTES, self._wisp_settings.activation_bytes)
 
     def _wisp_begin_step(self, scheduler_output: Any) -> None:
         is_prefill = any(num_tokens > 1 for num_tokens in scheduler_output.num_scheduled_tokens.values())
