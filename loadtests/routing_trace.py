@@ -17,6 +17,8 @@ REPEAT = 0.46
 
 ZIPF_EXPONENT = 1.0
 
+_LEAST_NOISE = np.float32(1e-30)  # a draw may be 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
@@ -42,7 +44,8 @@ def routing_trace(config: TraceConfig) -> npt.NDArray[np.int16]:
     is_kept = np.zeros(shape, dtype=np.bool_)
     for position in range(config.positions):
         # The largest of weight / exponential noise are a weighted draw without replacement.
-        keys = preference / rng.exponential(size=shape)
+        noise = rng.standard_exponential(size=shape, dtype=np.float32)
+        keys = preference / np.maximum(noise, _LEAST_NOISE)
         keys[is_kept] = np.inf
         ids = np.argpartition(-keys, config.top_k - 1, axis=-1)[..., : config.top_k]
         trace[:, :, position] = ids
@@ -51,10 +54,10 @@ def routing_trace(config: TraceConfig) -> npt.NDArray[np.int16]:
     return trace
 
 
-def _preference(config: TraceConfig, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+def _preference(config: TraceConfig, rng: np.random.Generator) -> npt.NDArray[np.float32]:
     """Weight of each expert, [layers, sessions, experts]."""
     zipf = 1.0 / np.arange(1, config.experts + 1) ** ZIPF_EXPONENT
     shared = rng.permuted(np.tile(zipf, (config.layers, 1, 1)), axis=-1)
     own = rng.permuted(np.tile(zipf, (config.layers, config.sessions, 1)), axis=-1)
-    preference: npt.NDArray[np.float64] = (shared + own) / 2
+    preference: npt.NDArray[np.float32] = ((shared + own) / 2).astype(np.float32)
     return preference

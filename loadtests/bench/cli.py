@@ -30,6 +30,9 @@ Modes = Annotated[str | None, typer.Option(help="Baselines, each with a share, s
 Routing = Annotated[str, typer.Option(help="trace: replay a seeded trace in every mode; real: the model's router.")]
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 Logs = Annotated[Path | None, typer.Option(help="Where the engines' logs stay.")]
+HostMemory = Annotated[
+    float | None, typer.Option(help="Host memory that the pager may lock, 1e9 bytes; else what the system reports.")
+]
 Deadline = Annotated[float | None, typer.Option(help="Seconds after which the run ends with what it has.")]
 
 _DECODE_COLUMNS = (
@@ -71,11 +74,12 @@ def decode(
     timed_tokens: Annotated[int | None, typer.Option(min=4, help="Steps that are timed.")] = None,
     output: Output = None,
     log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
     deadline_s: Deadline = None,
 ) -> None:
     """Time per decode step: all experts resident, paged at each cap, and vLLM's own offloaders."""
     config = configs.decode_h200() if configs.is_gpu_machine() else configs.decode_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing)}
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing, host_memory_gb)}
     if cap is not None:
         changes["fractions"] = _floats(cap)
     if batch is not None:
@@ -99,11 +103,12 @@ def prefill(
     routing: Routing = "trace",
     output: Output = None,
     log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
     deadline_s: Deadline = None,
 ) -> None:
     """Time to first token by prompt length, prompts at once and tokens per pass."""
     config = configs.prefill_h200() if configs.is_gpu_machine() else configs.prefill_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing)}
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing, host_memory_gb)}
     if cap is not None:
         changes["fraction"] = cap
     if modes is not None:
@@ -123,10 +128,11 @@ def resize(
     resizes: Annotated[int | None, typer.Option(min=2)] = None,
     output: Output = None,
     log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
 ) -> None:
     """Pause of the engine while memory moves between experts and KV, in both directions."""
     config = configs.resize_h200() if configs.is_gpu_machine() else configs.resize_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real")}
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real", host_memory_gb)}
     if vram_budget_gb is not None:
         changes["budget_bytes"] = int(vram_budget_gb * 1e9)
     if step_mib is not None:
@@ -194,10 +200,13 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _engine(config: configs.EngineConfig, model: str | None, routing: str) -> configs.EngineConfig:
+def _engine(
+    config: configs.EngineConfig, model: str | None, routing: str, host_memory_gb: float | None
+) -> configs.EngineConfig:
     if routing not in ("trace", "real"):
         raise ConfigurationError(f"--routing {routing}: it is 'trace' or 'real'")
-    return dataclasses.replace(config, model=model or config.model, routing=routing)
+    wisp = config.wisp if host_memory_gb is None else config.wisp | {"host_memory_bytes": int(host_memory_gb * 1e9)}
+    return dataclasses.replace(config, model=model or config.model, routing=routing, wisp=wisp)
 
 
 def _mode(name: str) -> Mode:

@@ -74,7 +74,9 @@ def _measure(llm: Any, job: DecodeJob, replay: Replay | None, batch: int, run: s
     row["missed_bytes_per_step"] = 0.0
     if audit is not None and replay is not None and pager is not None:
         recount = audit.recount(replay, replay.steps)
-        timed = recount.per_step[-job.timed_tokens :]
+        steps = zip(recount.per_step, replay.steps, strict=True)
+        # The prefill gives the first token and decode step i token i + 1.
+        timed = [misses for misses, step in steps if step.is_decode][job.warmup_tokens - 1 : num_tokens - 1]
         row["missed_bytes_per_step"] = sum(timed) * pager.expert_bytes / len(timed)
         row["is_recount_equal"] = recount.is_equal
         row["misses_counted"], row["misses_recounted"] = recount.counted, sum(recount.per_step)

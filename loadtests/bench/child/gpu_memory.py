@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_INTERVAL_S = 0.02
+_INTERVAL_S = 0.05
 
 
 class GpuMemory:

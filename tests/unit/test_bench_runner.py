@@ -1,0 +1,40 @@
+"""Engine processes that never get to run: each is a row that says why, and none is left behind."""
+
+import dataclasses
+from pathlib import Path
+
+import psutil
+
+from loadtests.bench import configs
+from loadtests.bench.plan import NamedJob, decode_jobs, find_model
+from loadtests.bench.runner import run_jobs
+
+
+def jobs_with_timeout(timeout_s: float, scratch: Path) -> list[NamedJob]:
+    config = configs.decode_cpu()
+    engine = dataclasses.replace(config.engine, timeout_s=timeout_s)
+    config = dataclasses.replace(config, engine=engine, baselines=())
+    return decode_jobs(config, find_model("tiny", scratch))
+
+
+def benchmark_children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "loadtests.bench.child" in " ".join(child.cmdline())]
+
+
+def test_an_engine_that_takes_too_long_is_killed_and_told(tmp_path: Path) -> None:
+    saved: list[int] = []
+    measured = run_jobs(
+        jobs_with_timeout(0.05, tmp_path), on_rows=lambda so_far: saved.append(len(so_far.rows)), say=lambda text: None
+    )
+    assert [row["mode"] for row in measured.rows] == ["resident", "paged"]
+    assert all("no end within" in row["error"] for row in measured.rows)
+    assert saved == [1, 2, 2]
+    assert benchmark_children() == []
+
+
+def test_after_the_deadline_no_engine_starts(tmp_path: Path) -> None:
+    measured = run_jobs(
+        jobs_with_timeout(60, tmp_path), on_rows=lambda so_far: None, say=lambda text: None, deadline_s=0
+    )
+    assert ["not run" in row["error"] for row in measured.rows] == [True, True]
+    assert benchmark_children() == []
