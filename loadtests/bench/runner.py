@@ -77,7 +77,8 @@ class _EngineProcess:
     def stop(self) -> None:
         """Kill it if it still runs."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
     def _lines(self) -> list[Row]:
         """What it wrote; a line cut off by a kill is left out."""
