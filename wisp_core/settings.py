@@ -48,6 +48,11 @@ class WispSettings(BaseModel):
         gt=0,
         description="GPU only: most host memory that experts may lock. None: what the system reports as available.",
     )
+    host_store_dir: str | None = Field(
+        default=None,
+        description="GPU only: directory of a memory file system (/dev/shm) in which this host's replicas keep one "
+        "copy of the experts; it stays when they end. None: a copy of this process's own.",
+    )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
 
     @classmethod

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+import vllm
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -28,6 +30,7 @@ from vllm.utils.torch_utils import (
 )
 
 from wisp_core.memory.memfd import MemfdBacking
+from wisp_core.pager.host_files import HostFiles, checkpoint_facts, store_key
 from wisp_core.pager.host_store import paged_parameters
 from wisp_core.pager.interface import ExpertPager, ForwardInfo
 from wisp_core.pager.pager import Pager
@@ -47,6 +50,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 
     _pager: ExpertPager | None = None
     _pager_index: int = 0
+    _is_loaded: bool = False
     _run: RunLayer
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
@@ -62,8 +66,15 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self._pager = _pager_of_engine(vllm_config, moe_config, settings, platform)
         self._pager_index = self._pager.add_layer()
         self._run = platform.runner(self._pager, self._pager_index, self)
-        self._intercept(quant_method, self._pager, platform.host_memory(self._pager))
+        self._is_loaded = platform.is_loaded(self._pager)
+        self._intercept(quant_method, self._pager, platform)
         return quant_method
+
+    def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a part of a parameter, unless another process on this host has done so."""
+        if not self._is_loaded:
+            return super().weight_loader(*args, **kwargs)
+        return True if kwargs.get("return_success") else None
 
     def forward_modular(
         self,
@@ -82,15 +93,13 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         """Body of the custom op."""
         return self._run(x, topk_weights, topk_ids, _describe_forward)
 
-    def _intercept(
-        self, quant_method: FusedMoEMethodBase, pager: ExpertPager, in_host_memory: AbstractContextManager[Any]
-    ) -> None:
+    def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager, platform: _Platform) -> None:
         """Create this layer's weights in host memory and page them once they are in the kernel's format."""
         create_weights: Callable[..., None] = quant_method.create_weights
         process_weights: Callable[..., None] = quant_method.process_weights_after_loading
 
         def create_in_host_memory(layer: RoutedExperts, **kwargs: Any) -> None:
-            with in_host_memory:
+            with platform.host_memory(pager):
                 create_weights(layer=layer, **kwargs)
 
         def process_and_page(layer: RoutedExperts) -> None:
@@ -101,6 +110,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
                 # Only .data: kernels and quantization configs hold these very Parameter objects.
                 parameter.data = slots[name]
             if pager.is_ready:
+                platform.finish_loading(pager)
                 _log_ready(pager)
 
         # Else vLLM moves each layer to the device for post-processing and back to the host afterwards.
@@ -109,11 +119,21 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         quant_method.process_weights_after_loading = process_and_page
 
 
+# vLLM's loaders ask for this before they name the experts' parameters.
+PagedRoutedExperts.weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
 class _Host:
     """On CPU: the host decides, and the kernel runs once per sub-batch of rows."""
 
-    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig) -> ExpertPager:
+    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig, vllm_config: Any) -> ExpertPager:
         return Pager(settings, moe_config.num_experts, moe_config.experts_per_token, MemfdBacking())
+
+    def is_loaded(self, pager: ExpertPager) -> bool:
+        return False
+
+    def finish_loading(self, pager: ExpertPager) -> None:
+        """Nobody waits."""
 
     def host_memory(self, pager: ExpertPager) -> AbstractContextManager[Any]:
         device: AbstractContextManager[Any] = torch.device("cpu")
@@ -149,20 +169,31 @@ class _Device:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
 
-    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig) -> ExpertPager:
+    def pager(self, settings: WispSettings, moe_config: FusedMoEConfig, vllm_config: Any) -> ExpertPager:
         # These need Triton and cuda.bindings, which a CPU machine has not.
         from wisp_core.memory.cuda_vmm import CudaBacking
         from wisp_core.pager.device.device_pager import DevicePager
         from wisp_core.pager.pinned_memory import PinnedMemory
 
+        if vllm_config.compilation_config.cudagraph_mode.mixed_mode() is not CUDAGraphMode.NONE:
+            logger.warning(
+                "WiSP: prefills that run in CUDA graphs take slots from the decode steps; better set "
+                '--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
+            )
         return DevicePager(
             settings,
             moe_config.num_experts,
             moe_config.experts_per_token,
             device=torch.device(self._device_type, torch.accelerator.current_device_index()),
             backing=CudaBacking(self._device_type),
-            host_memory=PinnedMemory(settings.host_memory_bytes),
+            host_memory=PinnedMemory(settings.host_memory_bytes, _host_files(settings, vllm_config)),
         )
+
+    def is_loaded(self, pager: Any) -> bool:
+        return bool(pager.host_memory.is_filled)
+
+    def finish_loading(self, pager: Any) -> None:
+        pager.host_memory.finish()
 
     def host_memory(self, pager: Any) -> AbstractContextManager[Any]:
         from wisp_core.pager.pinned_memory import EmptyInPinnedMemory
@@ -175,19 +206,40 @@ class _Device:
         return LayerRunner(pager, index, layer).run
 
 
-def _platform(device_type: str) -> _Host | _Device:
+_Platform = _Host | _Device
+
+
+def _host_files(settings: WispSettings, vllm_config: Any) -> HostFiles | None:
+    """The copy that this host's replicas share, keyed by all that its bytes depend on."""
+    if settings.host_store_dir is None:
+        return None
+    model = vllm_config.model_config
+    facts = {
+        "layout": 1,
+        "vllm": vllm.__version__,
+        "model": model.model,
+        "revision": model.revision,
+        "files": checkpoint_facts(model.model),
+        "dtype": str(model.dtype),
+        "config": model.hf_config.to_dict(),
+        "load_format": str(vllm_config.load_config.load_format),
+    }
+    return HostFiles(Path(settings.host_store_dir), store_key(facts))
+
+
+def _platform(device_type: str) -> _Platform:
     return _Host() if device_type == "cpu" else _Device(device_type)
 
 
 def _pager_of_engine(
-    vllm_config: Any, moe_config: FusedMoEConfig, settings: WispSettings, platform: _Host | _Device
+    vllm_config: Any, moe_config: FusedMoEConfig, settings: WispSettings, platform: _Platform
 ) -> ExpertPager:
     """The pager that the layers built before this one use; a new one for the first layer of an engine."""
     for runner in vllm_config.compilation_config.static_forward_context.values():
         experts = getattr(runner, "routed_experts", None)
         if isinstance(experts, PagedRoutedExperts) and experts._pager is not None:
             return experts._pager
-    pager = platform.pager(settings, moe_config)
+    pager = platform.pager(settings, moe_config, vllm_config)
     set_current_pager(pager)
     return pager
 

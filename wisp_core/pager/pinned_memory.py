@@ -2,7 +2,7 @@
 
 torch's pinned allocator rounds sizes up to powers of two, and rows that start off 128 bytes cross the link 4 % slower;
 so experts get mappings of their own. They are shared mappings of anonymous files (``/memfd:wisp-host``), which the
-system counts as shared memory.
+system counts as shared memory. Replicas on one host can share them instead (`wisp_core.pager.host_files`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from wisp_core.errors import ConfigurationError
+from wisp_core.pager.host_files import HostFiles
 
 ALIGNMENT_BYTES = 2 << 20
 """Where a tensor starts: a huge page of the host and a page of the device."""
@@ -30,9 +31,13 @@ _SPARE_BYTES = 1 << 30
 class PinnedMemory:
     """Makes page-locked host tensors, and refuses before the machine runs out of memory."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        """Use at most ``budget_bytes``; None: what the system reports as available at each allocation."""
+    def __init__(self, budget_bytes: int | None = None, files: HostFiles | None = None) -> None:
+        """Use at most ``budget_bytes``; None: what the system reports as available at each allocation.
+
+        With ``files``, tensors are those that the host's replicas share.
+        """
         self._budget_bytes = budget_bytes
+        self._files = files
         self._locked: list[torch.Tensor] = []
         self.used_bytes = 0
         # Not at exit: the driver may be gone by then, and the process's end unlocks everything.
@@ -41,17 +46,39 @@ class PinnedMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A page-locked tensor, valid as long as this object lives.
 
-        Raises ConfigurationError when it does not fit, with the numbers, and RuntimeError when CUDA refuses to lock it.
+        Raises ConfigurationError, with the numbers, when it does not fit or CUDA refuses to lock it.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        self._check(num_bytes)
-        pages = torch.frombuffer(_map(num_bytes + ALIGNMENT_BYTES), dtype=torch.uint8)
-        start = -pages.data_ptr() % ALIGNMENT_BYTES  # what lies before and after is never touched, so never backed
-        tensor = pages[start : start + num_bytes].view(dtype).view(shape)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
+        if not self.is_filled:
+            self._check(num_bytes)
+        tensor = self._pages(num_bytes).view(dtype).view(shape)
+        try:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"host memory: CUDA cannot page-lock {num_bytes} bytes after {self.used_bytes} ({error}); a GPU reads "
+                "experts in place, so they must be: raise the limit of locked memory (ulimit -l, or the container's)"
+            ) from error
         self._locked.append(tensor)
         self.used_bytes += num_bytes
         return tensor
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the tensors hold their final content already, since another process has loaded them."""
+        return self._files is not None and self._files.is_attached
+
+    def finish(self) -> None:
+        """All tensors hold their final content."""
+        if self._files is not None:
+            self._files.finish()
+
+    def _pages(self, num_bytes: int) -> torch.Tensor:
+        if self._files is not None:
+            return self._files.next_tensor(num_bytes, ALIGNMENT_BYTES)
+        pages = torch.frombuffer(_map(num_bytes + ALIGNMENT_BYTES), dtype=torch.uint8)
+        start = -pages.data_ptr() % ALIGNMENT_BYTES  # what lies before and after is never touched, so never backed
+        return pages[start : start + num_bytes]
 
     def _check(self, num_bytes: int) -> None:
         if self._budget_bytes is not None:
