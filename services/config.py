@@ -50,6 +50,16 @@ class ReplicaSettings(Section):
         default=None, gt=0, description="Slots per layer at start; None: half of the pools."
     )
     min_cap: int | None = Field(default=None, gt=0, description="Smallest cap; None: top-k.")
+    staging_bytes: int | None = Field(
+        default=None, gt=0, description="GPU only: part of the budget that long prompts stream experts through."
+    )
+    host_memory_bytes: int | None = Field(
+        default=None, gt=0, description="GPU only: most host memory that experts may lock; None: what is available."
+    )
+    host_store_dir: str | None = Field(
+        default=None,
+        description="GPU only: memory file system (/dev/shm) where a host's replicas keep one copy of the experts.",
+    )
     barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
     emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")

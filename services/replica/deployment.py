@@ -165,6 +165,7 @@ def with_session(body: bytes, session_key: str) -> bytes:
 
 def wisp_settings(replica: ReplicaSettings) -> WispSettings:
     """What the engine needs of a replica's settings."""
+    only_if_set = {"staging_bytes": replica.staging_bytes} if replica.staging_bytes is not None else {}
     return WispSettings(
         cap=replica.initial_cap,
         vram_budget_bytes=replica.vram_budget_bytes,
@@ -173,6 +174,9 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
         window_s=replica.window_s,
         drain_timeout_s=replica.drain_timeout_s,
+        host_memory_bytes=replica.host_memory_bytes,
+        host_store_dir=replica.host_store_dir,
+        **only_if_set,
     )
 
 
