@@ -30,16 +30,16 @@ class Phase(StrEnum):
 class WorkloadSettings:
     """How much is done."""
 
-    burst_s: float = 26.0
+    burst_s: float = 22.0
     """A burst phase lasts this long; each agent starts its next turn at once or after a short pause."""
     burst_pause_s: float = 0.1
     burst_sessions_per_user: int = 2
     burst_context_tokens: int = 600
     """An agent whose context is longer starts a new conversation, as agents do between tasks."""
-    long_s: float = 26.0
+    long_s: float = 22.0
     long_document_words: int = 3000
     long_followup_words: int = 120
-    long_followups: int = 2
+    long_followups: int = 1
     long_sessions_per_user: int = 1
 
 

@@ -33,10 +33,9 @@ class RecordedTurn:
     turn: Turn
 
     def request(self, model: str) -> dict[str, Any]:
-        """The same prompt, sampled freely: a forced tool call would compare only what is not forced."""
-        fields = self.turn.request(model)
-        fields.pop("tool_choice", None)
-        return fields | {"max_tokens": REPLAY_TOKENS}
+        """The same prompt, tools included, sampled freely: a grammar would decide tokens instead of the model."""
+        fields = self.turn.request(model) | {"max_tokens": REPLAY_TOKENS}
+        return fields | ({"tool_choice": "none"} if self.turn.tools else {})
 
 
 def pick(recorded: Sequence[RecordedTurn], num_samples: int) -> list[RecordedTurn]:

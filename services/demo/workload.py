@@ -12,18 +12,20 @@ from wisp_core.model.tiny_tokenizer import topic_words
 
 Message = dict[str, Any]
 
+# With the fields and in the order that the API writes it, since the prompt shows it as JSON. Strict: otherwise vLLM
+# does not hold the arguments to their schema.
 FIND_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "find",
-        # Otherwise vLLM does not hold the arguments to their schema.
-        "strict": True,
+        "description": "Read a page.",
         "parameters": {
             "type": "object",
             "properties": {"page": {"type": "integer", "enum": list(range(1, 10))}},
             "required": ["page"],
             "additionalProperties": False,
         },
+        "strict": True,
     },
 }
 
