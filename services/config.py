@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from wisp_core.contracts import Barrier
 from wisp_core.errors import ConfigurationError
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused."""
+    """Base of every section: frozen, unknown keys refused, no NaN or infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class HttpSettings(Section):
@@ -87,6 +89,18 @@ class RedisSettings(Section):
     timeout_s: float = Field(default=0.2, gt=0, description="Socket timeout of one call, seconds.")
     stale_after_s: float = Field(default=10.0, gt=0, description="Age at which snapshots count as missing, seconds.")
 
+    @field_validator("url")
+    @classmethod
+    def _is_redis_url(cls, url: str | None) -> str | None:
+        # Not repeated in the message: it may hold a password.
+        if url is None:
+            return None
+        parts = urlsplit(url)
+        if parts.scheme not in {"redis", "rediss", "unix"} or not (parts.hostname or parts.path):
+            raise ValueError("give a URL such as redis://HOST:6379/0, rediss:// or unix://")
+        _ = parts.port  # raises ValueError when it is no port
+        return url
+
 
 class DampingSettings(Section):
     """Bounds around any policy: a change is made only when confirmed, large enough and not too large."""
@@ -150,13 +164,36 @@ class ServiceConfig(Section):
     routing: RoutingSettings = RoutingSettings()
     tenants: tuple[TenantSettings, ...] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def _tenants_are_distinct(self) -> Self:
+        """Two tenants with one key would be one: the last one's quota, cache and sessions for both."""
+        ids = Counter(tenant.tenant_id for tenant in self.tenants)
+        keys = Counter(
+            tenant.key_sha256 or str(tenant.key_file and tenant.key_file.resolve()) for tenant in self.tenants
+        )
+        for what, counts in (("tenant_id", ids), ("key", keys)):
+            if repeated := sorted(name for name, count in counts.items() if count > 1):
+                raise ValueError(f"tenants: each needs a {what} of its own, these are repeated: {', '.join(repeated)}")
+        return self
+
+    @model_validator(mode="after")
+    def _snapshots_stay_fresh(self) -> Self:
+        if self.replica.snapshot_period_s >= self.redis.stale_after_s:
+            raise ValueError(
+                f"replica.snapshot_period_s ({self.replica.snapshot_period_s:g}) must be below redis.stale_after_s "
+                f"({self.redis.stale_after_s:g}), else every snapshot is stale before the next one comes"
+            )
+        return self
+
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
         """Read and validate ``path``. Raises ConfigurationError that lists every bad setting."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text()))
+            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigurationError(f"--config {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"--config {path} is not text in UTF-8") from error
         except yaml.YAMLError as error:
             raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
         except ValidationError as error:

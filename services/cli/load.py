@@ -18,6 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from services.app import Service, read_service_file
+from services.preflight import checked_start
+from services.secret_files import read_or_create, secret_path
+from wisp_core.errors import EngineUnavailableError
 
 LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
 
@@ -29,9 +32,13 @@ class Counters:
     values: dict[str, float]
 
     @classmethod
-    def read(cls, url: str) -> Counters:
-        """Read the page of the service at ``url``."""
-        page = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    def read(cls, url: str, admin_key: str) -> Counters:
+        """Read the page of the service at ``url``. Raises EngineUnavailableError when it does not answer."""
+        try:
+            answer = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {admin_key}"}, timeout=10)
+            page = answer.raise_for_status().text
+        except httpx.HTTPError as error:
+            raise EngineUnavailableError(f"{url} does not answer: {error}") from error
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -51,12 +58,14 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
             from services.demo.run import prepare_demo
 
             config = prepare_demo("mv_wsa")
+            stack.enter_context(checked_start(config))
             stack.enter_context(Service(config))
             state_dir = config.state_dir
         facts = read_service_file(state_dir)
-        before = Counters.read(facts["url"])
+        admin_key = read_or_create(secret_path(state_dir, "admin"))
+        before = Counters.read(facts["url"], admin_key)
         code, rows = _run_locust(facts, users, run_time)
-        after = Counters.read(facts["url"])
+        after = Counters.read(facts["url"], admin_key)
     _print_summary(rows, after, before)
     return code
 

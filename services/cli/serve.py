@@ -9,9 +9,12 @@ from pathlib import Path
 from types import FrameType
 
 import typer
+from pydantic import ValidationError
 
 from services.app import Service
-from services.config import ServiceConfig
+from services.config import RedisSettings, ServiceConfig
+from services.preflight import checked_start
+from wisp_core.errors import ConfigurationError
 
 _TEND_PERIOD_S = 0.5
 
@@ -21,7 +24,11 @@ def load_config(path: Path, redis_url: str | None = None) -> ServiceConfig:
     config = ServiceConfig.load(path)
     if redis_url is None:
         return config
-    return config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_url})})
+    try:
+        redis = RedisSettings.model_validate({**config.redis.model_dump(), "url": redis_url})
+    except ValidationError as error:
+        raise ConfigurationError(f"--redis-url: {error.errors()[0]['msg']}") from error
+    return config.model_copy(update={"redis": redis})
 
 
 def serve_until_stopped(path: Path, redis_url: str | None) -> None:
@@ -31,7 +38,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     # Until it runs, a signal interrupts the start.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     typer.echo(f"wisp: starting {config.replica.count} replicas of {config.model.name}", err=True)
-    with Service(config) as service:
+    with checked_start(config), Service(config) as service:
         stopped = catch_stop_signals()
         announce(service)
         while not stopped.wait(_TEND_PERIOD_S):

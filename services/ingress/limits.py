@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 
@@ -83,8 +84,11 @@ class TurnLimiter:
         """Keep the turns of this process counted as running."""
         while True:
             await asyncio.sleep(RENEW_S)
-            for request, store in list(self._running.values()):
-                try:
-                    await store.renew_turn(request.tenant_id, request.turn_id, LEASE_S, time.time())
-                except StoreUnavailableError:
-                    break
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Extend the lease of every running turn, in whichever store it is counted."""
+        for request, store in list(self._running.values()):
+            # One store being away says nothing of the other; the calls after the first fail at once.
+            with contextlib.suppress(StoreUnavailableError):
+                await store.renew_turn(request.tenant_id, request.turn_id, LEASE_S, time.time())

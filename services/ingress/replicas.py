@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from services.ingress.errors import unavailable
 from services.ingress.placement import Turn
@@ -106,6 +106,8 @@ class ReplicaClient:
                 logger.warning("attempt %d of a turn failed before its first byte: %s", attempt, type(error).__name__)
             except BackPressureError as error:
                 raise unavailable("All replicas are busy. Please retry.") from error
+            except DeploymentUnavailableError as error:
+                raise unavailable("No replica is up. Please retry.", retry_after_s=10.0) from error
             else:
                 answer.attempts = attempt
                 return answer

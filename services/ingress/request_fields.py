@@ -14,6 +14,8 @@ from services.ingress.errors import bad_request
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
+MAX_DEPTH = 64
+"""Levels of nesting of a body. OpenAI's schemas have at most ten; serializers and grammar compilers recurse."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
@@ -67,7 +69,18 @@ def _load(raw: bytes) -> dict[str, Any]:
         raise bad_request("The body is not valid JSON in UTF-8.") from error
     if not isinstance(body, dict):
         raise bad_request("The body must be a JSON object.")
+    if _is_deeper(body, MAX_DEPTH):
+        raise bad_request(f"The body is nested deeper than {MAX_DEPTH} levels.")
     return body
+
+
+def _is_deeper(value: dict[str, Any] | list[Any], limit: int) -> bool:
+    """Whether containers are nested more than ``limit`` deep, ``value`` included; does not recurse."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        children = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -102,7 +115,8 @@ def _refuse(error: ValidationError) -> NoReturn:
         raise bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         raise bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    raise bad_request(f"Invalid value for '{param}': {first['msg']}.", param=param, code="invalid_value")
+    # Some messages repeat what was given, which may be long.
+    raise bad_request(f"Invalid value for '{param}': {first['msg'][:512]}.", param=param, code="invalid_value")
 
 
 _BRANCHES = {"system", "developer", "user", "assistant", "tool", "text", "json_object", "json_schema"}

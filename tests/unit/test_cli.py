@@ -1,5 +1,7 @@
 """The command line: errors an operator can fix are one message; secrets are private; settings reach their process."""
 
+import json
+import socket
 import stat
 import subprocess
 import sys
@@ -32,6 +34,18 @@ def test_status_without_a_service_says_how_to_start_one(tmp_path: Path) -> None:
     done = wisp("status", "--state-dir", str(tmp_path))
     assert done.returncode == 2
     assert "wisp serve" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "load"])
+def test_a_service_that_is_gone_is_one_message(tmp_path: Path, command: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        (tmp_path / "service.json").write_text(json.dumps({"url": url, "model": "m", "key_files": {}}))
+        done = wisp(command, "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert f"{url} does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_model_tiny_writes_a_checkpoint_and_refuses_a_bad_shape(tmp_path: Path) -> None:

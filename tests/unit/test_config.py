@@ -56,6 +56,48 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
         ServiceConfig.load(write(tmp_path, text))
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "service.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="UTF-8"):
+        ServiceConfig.load(tmp_path / "service.yaml")
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        ("{tenant_id: acme, key_file: other}", "tenant_id of its own.*acme"),
+        ("{tenant_id: globex, key_file: ./k}", "key of its own"),
+    ],
+)
+def test_two_tenants_are_never_one(tmp_path: Path, second: str, named: str) -> None:
+    text = MINIMAL.replace("key_file: k}", "key_file: k}, " + second)
+    with pytest.raises(ConfigurationError, match=named):
+        ServiceConfig.load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "section", ["policy: {epoch_s: .inf}", "redis: {timeout_s: .inf}", "policy: {deadline_s: .nan}"]
+)
+def test_numbers_are_finite(tmp_path: Path, section: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"finite|greater than"):
+        ServiceConfig.load(write(tmp_path, MINIMAL + section + "\n"))
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://h:1", "redis://h:99999/0", "redis://"])
+def test_a_redis_url_that_cannot_work_is_refused_without_repeating_it(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"redis\.url") as caught:
+        ServiceConfig.load(write(tmp_path, MINIMAL + f"redis: {{url: '{url}'}}\n"))
+    assert url not in str(caught.value).replace("redis://HOST:6379/0, rediss:// or unix://", "")
+    with pytest.raises(ConfigurationError, match="--redis-url"):
+        load_config(write(tmp_path, MINIMAL), url)
+
+
+def test_snapshots_that_would_always_be_stale_are_refused(tmp_path: Path) -> None:
+    text = MINIMAL.replace("1000}", "1000, snapshot_period_s: 20}")
+    with pytest.raises(ConfigurationError, match="snapshot_period_s"):
+        ServiceConfig.load(write(tmp_path, text))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
         ServiceConfig.load(tmp_path / "absent.yaml")

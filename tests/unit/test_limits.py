@@ -90,6 +90,19 @@ async def test_limits_hold_in_this_process_while_the_store_is_away(clock: Clock)
     await limiter.admit(TENANT, "t3", 600)
 
 
+async def test_turns_admitted_without_the_store_stay_counted_while_it_is_away(clock: Clock) -> None:
+    store = MemoryStore()
+    limiter = TurnLimiter(store)
+    await limiter.admit(TENANT, "before", 1)
+    store.is_available = False
+    await limiter.admit(TENANT, "t0", 1)
+    await limiter.admit(TENANT, "t1", 1)
+    for _ in range(3):
+        clock.now_s += 30
+        await limiter.renew()
+    assert (await refusal(limiter, "t2", 1)).error["message"].startswith("Rate limit reached on concurrent turns")
+
+
 async def test_settling_is_safe_when_the_store_goes_away_in_between(clock: Clock) -> None:
     store = MemoryStore()
     limiter = TurnLimiter(store)

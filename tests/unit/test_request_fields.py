@@ -188,6 +188,19 @@ def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("depth", [65, 260, 900])
+def test_deep_nesting_is_the_client_s_error(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"a": schema}
+    error = refusal(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    assert "nested" in error["message"]
+
+
+def test_a_long_bad_value_is_not_repeated_whole() -> None:
+    assert len(refusal(messages=[{"role": "x" * 100_000, "content": "a"}])["message"]) < 1000
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ApiError) as caught:
         parse(CHAT_PATH, b'{"model": "m"}')

@@ -1,0 +1,79 @@
+"""What cannot start is refused at once, and a second service never touches the first one's state directory."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.config import HttpSettings, ModelSettings
+from services.preflight import check_model, check_port, own_state_dir
+from wisp_core.errors import ConfigurationError
+
+CONFIG = """
+state_dir: {directory}/state
+http: {{port: {port}}}
+model: {{path: {directory}/model}}
+replica: {{vram_budget_bytes: 1000}}
+tenants: [{{tenant_id: acme, key_file: {directory}/acme.key}}]
+"""
+
+
+def serve(directory: Path, port: int) -> subprocess.CompletedProcess[str]:
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "config.json").write_text("{}")
+    (directory / "service.yaml").write_text(CONFIG.format(directory=directory, port=port))
+    command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(directory / "service.yaml")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_second_service_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with own_state_dir(state_dir):
+        (state_dir / "service.json").write_text("{}")
+        done = serve(tmp_path, 8000)
+        assert (state_dir / "service.json").exists()
+    assert done.returncode == 2
+    assert "another service runs there" in done.stderr
+    assert "Traceback" not in done.stderr
+    with own_state_dir(state_dir):
+        pass
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = serve(tmp_path, port)
+    assert done.returncode == 2
+    assert f"http.port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"http\.host 203\.0\.113\.1"):
+        check_port(HttpSettings(host="203.0.113.1", port=8000))
+
+
+def test_a_state_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="state_dir"), own_state_dir(tmp_path / "file" / "state"):
+        pass
+
+
+@pytest.mark.parametrize("path", ["/absent/model", "./absent", ".wisp/absent/model", "a/b/c"])
+def test_a_missing_checkpoint_is_named_with_the_fix(path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.path.*wisp model tiny"):
+        check_model(ModelSettings(path=path))
+
+
+def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        check_model(ModelSettings(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["allenai/OLMoE-1B-7B-0924", "gpt2"])
+def test_names_on_the_hub_are_left_to_vllm(name: str) -> None:
+    check_model(ModelSettings(path=name))
