@@ -197,6 +197,14 @@ def test_deep_nesting_is_the_client_s_error(depth: int) -> None:
     assert "nested" in error["message"]
 
 
+def test_schemas_that_compile_for_minutes_are_refused() -> None:
+    schema = {"enum": [f"value {i}" for i in range(10_000)]}
+    function = {"name": "f", "parameters": schema}
+    assert "65536 bytes" in refusal(tools=[{"type": "function", "function": function}])["message"]
+    spec = {"name": "f", "schema": schema}
+    assert "65536 bytes" in refusal(response_format={"type": "json_schema", "json_schema": spec})["message"]
+
+
 def test_a_long_bad_value_is_not_repeated_whole() -> None:
     assert len(refusal(messages=[{"role": "x" * 100_000, "content": "a"}])["message"]) < 1000
 
