@@ -74,6 +74,7 @@ def tenant_spec(tenant: TenantSettings) -> TenantSpec:
         requests_per_minute=tenant.requests_per_minute,
         tokens_per_minute=tenant.tokens_per_minute,
         max_concurrent_turns=tenant.max_concurrent_turns,
+        is_from_file=True,
     )
 
 

@@ -256,6 +256,9 @@ class TenantSpec(Contract):
     requests_per_minute: int = Field(gt=0)
     tokens_per_minute: int = Field(gt=0)
     max_concurrent_turns: int = Field(default=64, gt=0)
+    is_from_file: bool = Field(
+        default=False, description="Declared by a service's file: ends, keys and all, when the file drops it."
+    )
 
 
 class DecisionRecord(Contract):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
+
+from services.ingress.errors import from_engine
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,39 @@ class EventFilter:
         whole, separator, self._rest = (self._rest + piece).rpartition(b"\n\n")
         if not separator:
             return b""
-        return b"".join(event + b"\n\n" for event in whole.split(b"\n\n") if self._passes(event))
+        passed = (self._for_client(event) for event in whole.split(b"\n\n"))
+        return b"".join(event + b"\n\n" for event in passed if event is not None)
 
     def rest(self) -> bytes:
         """What came after the last complete event."""
         return self._rest
 
-    def _passes(self, event: bytes) -> bool:
+    def _for_client(self, event: bytes) -> bytes | None:
         self.num_events += 1
         if event.startswith(b'data: {"error"'):
             self.has_error = True
+            return _error_event(event)
         # Looked into only where it can matter: text never holds this unescaped.
-        if b'"usage":' not in event:
-            return True
-        answer = json.loads(event.removeprefix(b"data: "))
+        answer = _parsed(event) if b'"usage":' in event else {}
         usage = Usage.of(answer)
         if usage is None:
-            return True
+            return event
         self.usage = usage
-        return self._keeps_usage or bool(answer.get("choices"))
+        return event if self._keeps_usage or answer.get("choices") else None
+
+
+def _parsed(event: bytes) -> dict[str, Any]:
+    """The JSON object of an event; empty when it holds none."""
+    try:
+        answer = json.loads(event.removeprefix(b"data: "))
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _error_event(event: bytes) -> bytes:
+    """The engine's error as a client may see it, like one that comes before a stream begins."""
+    error = _parsed(event).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and 400 <= code < 500 else 500
+    return from_engine(status, event.removeprefix(b"data: ")).event().removesuffix(b"\n\n")

@@ -234,6 +234,11 @@ class Gateway:
         except SlowClientError:
             self._metrics.count_broken("slow_client")
             yield ApiError(408, "The answer was not read fast enough and was ended.", code="slow_client").event()
+        except Exception:  # a bug here or in the replica; the client must not take a cut stream for a whole one
+            running.status = 500
+            self._metrics.count_broken("error")
+            logger.exception("a stream ended by an error")
+            yield from_engine(500, b"").event()
         finally:
             answer.stream.cancel()
             running.usage, running.num_events = events.usage, events.num_events

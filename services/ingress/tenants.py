@@ -74,7 +74,12 @@ class TenantDirectory:
             if time.monotonic() - self._read_at_s < unless_younger_than_s:
                 return
             try:
-                tenants = {tenant.tenant_id: tenant for tenant in await self._store.list_tenants()}
+                # The store outlives the file: a tenant that the file has dropped must not keep its key.
+                tenants = {
+                    tenant.tenant_id: tenant
+                    for tenant in await self._store.list_tenants()
+                    if not tenant.is_from_file or tenant.tenant_id in self._declared
+                }
                 for tenant_id, tenant in self._declared.items():
                     if not self._is_declared or tenant_id not in tenants:
                         await self._store.write_tenant(tenant)

@@ -435,6 +435,12 @@ async def test_watching_outlives_a_restart_with_empty_data(valkey) -> None:
     writer = open_redis_store(valkey)
     assert await writer.write_plan(plan(2))
     assert (await asyncio.wait_for(waiting, 5)).revision == 2
+    # An engine that was started again counts from 0, and an empty store no longer knows the last revision.
+    valkey.kill()
+    valkey.start()
+    again = plan(1).model_copy(update={"incarnation": "later"})
+    assert await writer.write_plan(again)
+    assert await asyncio.wait_for(anext(watcher), 5) == again
     await watcher.aclose()
     await store.close()
     await writer.close()

@@ -60,6 +60,24 @@ async def items(count: int, size: int, error: Exception | None = None) -> AsyncI
         raise error
 
 
+def test_an_engine_s_error_in_a_stream_shows_nothing_of_the_inside() -> None:
+    inside = b'data: {"error": {"message": "/opt/model/x.py: stack", "type": "E", "param": null, "code": 500}}\n\n'
+    refused = b'data: {"error": {"message": "too long", "type": "E", "param": null, "code": 400}}\n\n'
+    events = EventFilter(keeps_usage=False)
+    shown = events.feed(inside)
+    assert events.has_error
+    assert b"/opt" not in shown
+    assert json.loads(shown.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert b"too long" in EventFilter(keeps_usage=False).feed(refused)
+
+
+@pytest.mark.parametrize("event", [b'data: {"usage":', b'data: ["usage":]', b'data: {"usage": 3}', b': "usage":'])
+def test_events_that_are_no_json_pass_as_they_are(event: bytes) -> None:
+    events = EventFilter(keeps_usage=False)
+    assert events.feed(event + b"\n\n") == event + b"\n\n"
+    assert events.usage is None
+
+
 async def test_a_buffer_passes_everything_in_order() -> None:
     assert [piece[0] async for piece in buffered(items(50, 10), 10_000)] == list(range(50))
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from services.config import HttpSettings, ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.ingress.cluster import Cluster
@@ -283,6 +285,22 @@ async def test_attempts_are_bounded_and_end_in_503(service: Service) -> None:
     assert reply.headers["retry-after"] == "2"
     assert reply.error["code"] == "service_unavailable"
     assert len(service.handle.calls) == MAX_ATTEMPTS
+    (usage,) = await service.store.list_sessions(10)
+    assert usage.failed_turns == 1
+
+
+async def test_no_replica_at_all_is_503(service: Service) -> None:
+    service.handle.scripts = [[DeploymentUnavailableError(DeploymentID("Replica", "wisp"))]]
+    reply = await service.chat()
+    assert (reply.status, reply.headers["retry-after"]) == (503, "10")
+
+
+async def test_a_bug_behind_a_stream_ends_it_with_an_error_event_and_counts_as_failed(service: Service) -> None:
+    service.handle.scripts = [[HEAD, EVENTS[0], KeyError("prompt of somebody")]]
+    reply = await service.chat(stream=True)
+    last = reply.body.removeprefix(EVENTS[0])
+    assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert b"somebody" not in reply.body
     (usage,) = await service.store.list_sessions(10)
     assert usage.failed_turns == 1
 

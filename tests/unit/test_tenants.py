@@ -35,6 +35,17 @@ async def status_of(directory: TenantDirectory, authorization: str | None) -> in
     return 200
 
 
+async def test_a_tenant_that_the_file_has_dropped_is_locked_out() -> None:
+    store = MemoryStore()
+    dropped = spec("b", "kb").model_copy(update={"is_from_file": True})
+    await TenantDirectory(store, [spec("a", "ka"), dropped]).refresh()
+    await store.write_tenant(spec("c", "kc"))
+    after_restart = TenantDirectory(store, [spec("a", "ka")])
+    await after_restart.refresh()
+    assert await status_of(after_restart, "Bearer kb") == 401
+    assert [await status_of(after_restart, f"Bearer {key}") for key in ("ka", "kc")] == [200, 200]
+
+
 async def test_a_key_finds_its_tenant() -> None:
     directory = TenantDirectory(MemoryStore(), [spec("a", "ka"), spec("b", "kb", "kb2")])
     assert (await directory.authenticate("Bearer ka")).tenant_id == "a"

@@ -54,6 +54,11 @@ class Admission:
     which: Limit | None = None
 
 
+def is_news(plan: SplitPlan, last: SplitPlan | None) -> bool:
+    """Whether ``plan`` follows ``last``. Revisions begin again when both the store and the engine lost theirs."""
+    return last is None or plan.incarnation != last.incarnation or plan.revision > last.revision
+
+
 class ReplicaStore(Protocol):
     """Snapshots, plans, outcomes, decisions and signatures of replicas."""
 

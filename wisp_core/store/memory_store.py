@@ -22,7 +22,7 @@ from wisp_core.contracts import (
 )
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
-from wisp_core.store.interface import Admission, Limit, Store, TurnRequest
+from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import usage_fields, usage_from_fields
 
 
@@ -88,11 +88,11 @@ class MemoryStore:
 
     async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
         """See Store."""
-        last_revision = 0
+        last: SplitPlan | None = None
         while True:
             plan = self._plans.get(replica_id) if self.is_available else None
-            if plan is not None and plan.revision > last_revision:
-                last_revision = plan.revision
+            if plan is not None and is_news(plan, last):
+                last = plan
                 yield plan
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period_s), self._plan_written:

@@ -28,7 +28,7 @@ from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store import scripts
 from wisp_core.store.connection import Connection
-from wisp_core.store.interface import Admission, Limit, Store, TurnRequest
+from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import usage_fields, usage_from_fields
 
 ContractT = TypeVar("ContractT", bound=Contract)
@@ -102,13 +102,13 @@ class RedisStore:
 
     async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
         """See Store. Messages lost while Redis was away do not matter: the key is re-read each period."""
-        last_revision = 0
+        last: SplitPlan | None = None
         async with self._connection.client.pubsub(ignore_subscribe_messages=True) as wakeups:
             while True:
                 with contextlib.suppress(StoreUnavailableError):
                     plan = await self.read_plan(replica_id)
-                    if plan is not None and plan.revision > last_revision:
-                        last_revision = plan.revision
+                    if plan is not None and is_news(plan, last):
+                        last = plan
                         yield plan
                 await _wait_for_wakeup(wakeups, self._keys.plan_wakeup(replica_id), period_s)
 
