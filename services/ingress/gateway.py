@@ -147,7 +147,7 @@ class Gateway:
         )
 
     async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
-        prompt_tokens = self._estimator.tokens(fields)
+        prompt_tokens = self._estimator.tokens(tenant.tenant_id, fields)
         reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
         turn_id = new_turn_id(tenant.tenant_id)
         try:
@@ -249,7 +249,7 @@ class Gateway:
         usage = running.used()
         duration_s = time.monotonic() - running.began_s
         if running.usage is not None:
-            self._estimator.learn(running.fields, running.usage.prompt_tokens)
+            self._estimator.learn(running.session.tenant_id, running.fields, running.usage.prompt_tokens)
         self._metrics.end_turn(running.session.tenant_id, running.status, running.ttft_s, duration_s, usage)
         self._spawn(self._limiter.settle(running.turn_id, running.charged_tokens()))
         self._spawn(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import defaultdict
 
 from services.ingress.errors import rate_limited
 from services.ingress.request_fields import TurnFields
@@ -17,23 +18,28 @@ from wisp_core.store.memory_store import MemoryStore
 LEASE_S = 60.0
 """A running turn counts for this long after its ingress was last heard of."""
 RENEW_S = 20.0
+FIRST_BYTES_PER_TOKEN = 3.0
 
 
 class PromptEstimator:
-    """How many tokens a prompt has, before it is tokenized: learned from what the engine counted."""
+    """How many tokens a prompt has, before it is tokenized: learned from what the engine counted.
+
+    Each tenant's own, so that nobody's odd prompts change what others are charged in advance.
+    """
 
     def __init__(self) -> None:
-        self._bytes_per_token = 3.0
+        self._bytes_per_token: defaultdict[str, float] = defaultdict(lambda: FIRST_BYTES_PER_TOKEN)
 
-    def tokens(self, fields: TurnFields) -> int:
+    def tokens(self, tenant_id: str, fields: TurnFields) -> int:
         """Prompt tokens of a request; exact for token ids."""
-        return fields.token_ids + math.ceil(fields.text_bytes / self._bytes_per_token)
+        return fields.token_ids + math.ceil(fields.text_bytes / self._bytes_per_token[tenant_id])
 
-    def learn(self, fields: TurnFields, prompt_tokens: int) -> None:
+    def learn(self, tenant_id: str, fields: TurnFields, prompt_tokens: int) -> None:
         """The engine counted ``prompt_tokens`` for this request."""
         counted = prompt_tokens - fields.token_ids
         if counted > 0 and fields.text_bytes > 0:
-            self._bytes_per_token += 0.05 * (fields.text_bytes / counted - self._bytes_per_token)
+            known = self._bytes_per_token[tenant_id]
+            self._bytes_per_token[tenant_id] = known + 0.05 * (fields.text_bytes / counted - known)
 
 
 class TurnLimiter:

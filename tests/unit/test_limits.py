@@ -114,9 +114,10 @@ async def test_settling_is_safe_when_the_store_goes_away_in_between(clock: Clock
 def test_prompt_estimates_follow_what_the_engine_counts() -> None:
     estimator = PromptEstimator()
     text = parse(COMPLETIONS_PATH, b'{"model": "m", "prompt": "' + b"x" * 300 + b'"}')
-    assert estimator.tokens(text) == 100
+    assert estimator.tokens("a", text) == 100
     for _ in range(200):
-        estimator.learn(text, 60)
-    assert estimator.tokens(text) == pytest.approx(60, abs=1)
+        estimator.learn("a", text, 60)
+    assert estimator.tokens("a", text) == pytest.approx(60, abs=1)
+    assert estimator.tokens("b", text) == 100, "another tenant's prompts change nothing"
     ids = parse(COMPLETIONS_PATH, b'{"model": "m", "prompt": [1, 2, 3]}')
-    assert estimator.tokens(ids) == 3
+    assert estimator.tokens("a", ids) == 3
