@@ -10,7 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.config import HttpSettings, ModelSettings, ServiceConfig
+from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
+from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from wisp_core.errors import ConfigurationError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -20,6 +21,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def checked_start(config: ServiceConfig) -> Iterator[None]:
     """Check ``config`` against this machine and own its state directory until exit. Raises ConfigurationError."""
     check_model(config.model)
+    check_policy(config.policy)
     with own_state_dir(config.state_dir):
         check_port(config.http)
         yield
@@ -66,6 +68,15 @@ def check_port(http: HttpSettings) -> None:
             f"http.host {http.host}, http.port {http.port}: {error.strerror}; give a free port and an address of "
             "this machine"
         ) from error
+
+
+def check_policy(policy: PolicySettings) -> None:
+    """Load the policy in a process of its own and end it. Raises ConfigurationError when that fails."""
+    try:
+        process = PolicyProcess(PolicySpec(name=policy.name, settings=policy.settings))
+    except PolicyFaultError as error:
+        raise ConfigurationError(f"policy.name: {policy.name} did not start: {error}") from error
+    process.kill()
 
 
 def check_model(model: ModelSettings) -> None:

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from services.config import HttpSettings, ModelSettings
-from services.preflight import check_model, check_port, own_state_dir
+from services.config import HttpSettings, ModelSettings, PolicySettings
+from services.preflight import check_model, check_policy, check_port, own_state_dir
 from wisp_core.errors import ConfigurationError
 
 CONFIG = """
@@ -67,6 +68,24 @@ def test_a_state_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_named_with_the_fix(path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"model\.path.*wisp model tiny"):
         check_model(ModelSettings(path=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("nope", {}, r"policy\.name.*unknown.*mv_wsa"),
+        ("no.such:Policy", {}, r"policy\.name.*no"),
+        ("mv_wsa", {"colour": "red"}, r"policy\.settings.*colour"),
+    ],
+)
+def test_a_policy_that_cannot_load_is_named(name: str, settings: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        check_policy(PolicySettings(name=name, settings=settings))
+
+
+def test_a_policy_that_loads_leaves_no_process_behind() -> None:
+    check_policy(PolicySettings())
+    assert not psutil.Process().children(recursive=True)
 
 
 def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
