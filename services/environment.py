@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,6 @@ from services.config import ServiceConfig
 
 _RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # No token file under the home directory; the cluster of `wisp serve` listens on loopback.
-    "RAY_AUTH_MODE": "disabled",
     # Ray would hide the GPUs of a process that asks for none, and warns that it does.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -35,8 +34,12 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def prepare_driver() -> None:
-    """Set what must hold before Ray is imported or started; what the operator has set stays."""
-    for name, value in _RAY.items():
+    """Set what must hold before Ray is imported or started; what the operator has set stays.
+
+    Ray's own servers listen on every interface of the machine and run whatever code they are sent. A token of this
+    run, known to this process and its children only, closes them to everybody else.
+    """
+    for name, value in (_RAY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
         os.environ.setdefault(name, value)
 
 

@@ -195,6 +195,8 @@ def build_replica(
         name="Replica",
         num_replicas=replica.count,
         max_ongoing_requests=replica.max_ongoing_turns,
+        # Counts at the first start only, where a retry fails for the same reason: a setting.
+        max_constructor_retry_count=1,
         health_check_period_s=1.0,
         health_check_timeout_s=60.0,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
