@@ -155,6 +155,9 @@ class Gateway:
         except ApiError as error:
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise
+        except BaseException:  # above all a client that has gone
+            self._spawn(self._limiter.settle(turn_id, 0))
+            raise
         self._metrics.begin_turn()
         return RunningTurn(session, turn_id, fields, prompt_tokens=prompt_tokens, reserved_tokens=reserved_tokens)
 

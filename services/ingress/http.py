@@ -84,7 +84,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def build_app(gateway: Gateway, cluster: Cluster, http: HttpSettings, admin_key: str) -> FastAPI:
     """The public HTTP interface."""
-    app = FastAPI(title="WiSP", docs_url=None, redoc_url=None)
+    app = FastAPI(title="WiSP", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HeaderLimit, max_header_bytes=http.max_header_bytes)
     _add_error_handlers(app)
     _add_openai_routes(app, gateway, http)

@@ -51,7 +51,10 @@ class TurnLimiter:
         self._running: dict[str, tuple[TurnRequest, TenantStore]] = {}
 
     async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int) -> None:
-        """Take one request, ``tokens`` and one running turn. Raises ApiError (429)."""
+        """Take one request, ``tokens`` and one running turn. Raises ApiError (429).
+
+        Whoever cancels this has to settle the turn: it may be counted already.
+        """
         request = TurnRequest(
             tenant_id=tenant.tenant_id,
             turn_id=turn_id,
@@ -61,15 +64,15 @@ class TurnLimiter:
             max_concurrent_turns=tenant.max_concurrent_turns,
             lease_s=LEASE_S,
         )
-        store: TenantStore = self._store
+        self._running[turn_id] = (request, self._store)
         try:
-            admission = await store.admit(request, time.time())
+            admission = await self._store.admit(request, time.time())
         except StoreUnavailableError:
-            store = self._fallback
-            admission = await store.admit(request, time.time())
+            self._running[turn_id] = (request, self._fallback)
+            admission = await self._fallback.admit(request, time.time())
         if admission.allowed:
-            self._running[turn_id] = (request, store)
             return
+        del self._running[turn_id]
         limits = {
             Limit.REQUESTS: (tenant.requests_per_minute, 1),
             Limit.TOKENS: (tenant.tokens_per_minute, tokens),

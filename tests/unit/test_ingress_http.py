@@ -27,6 +27,7 @@ from services.ingress.tenants import TenantDirectory
 from services.telemetry import Telemetry
 from wisp_core.contracts import TenantSpec
 from wisp_core.errors import EngineUnavailableError
+from wisp_core.store.interface import Admission
 from wisp_core.store.memory_store import MemoryStore
 
 KEY, ADMIN_KEY = "sk-tenant-a", "admin-secret"
@@ -343,6 +344,30 @@ async def test_a_client_that_leaves_while_the_answer_starts_cancels_its_turn(ser
     assert (await service.store.list_sessions(1))[0].turns == 1
 
 
+async def test_a_client_that_leaves_while_its_turn_is_admitted_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(max_concurrent_turns=1)
+    admit, is_counted = service.store.admit, asyncio.Event()
+
+    async def admit_slowly(*arguments: Any) -> Admission:
+        admission = await admit(*arguments)
+        is_counted.set()
+        await asyncio.sleep(10)
+        return admission
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store, "admit", admit_slowly)
+        leaving = asyncio.create_task(service.chat())
+        await is_counted.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    await service.gateway.drain()
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+
+
 async def test_leaving_an_unstreamed_turn_is_no_way_around_the_quota() -> None:
     service = Service(tokens_per_minute=600)
     forever = asyncio.Event()
@@ -439,7 +464,7 @@ async def test_large_headers_are_refused(service: Service) -> None:
 async def test_unknown_urls_and_methods_answer_in_openai_s_form(service: Service) -> None:
     assert (await service.request("/v1/embeddings", method="POST")).error["type"] == "invalid_request_error"
     assert (await service.request("/v1/chat/completions")).status == 405
-    for path in ("/docs", "/reset_prefix_cache", "/collective_rpc", "/sleep"):
+    for path in ("/docs", "/openapi.json", "/reset_prefix_cache", "/collective_rpc", "/sleep"):
         assert (await service.request(path, method="POST")).status == 404
 
 
