@@ -45,11 +45,13 @@ class Service:
         self._tenants = tenant_specs(config)
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = config.redis.url or ""
+        self._is_published = False
 
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"http://{self.config.http.host}:{self.config.http.port}"
+        host = self.config.http.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.http.port}"
 
     def store(self) -> RedisStore:
         """A new client of the service's store, for the event loop that uses it."""
@@ -73,7 +75,8 @@ class Service:
 
     def stop(self) -> None:
         """Stop what runs; safe to call twice."""
-        (self.config.state_dir / "service.json").unlink(missing_ok=True)
+        if self._is_published:
+            (self.config.state_dir / "service.json").unlink(missing_ok=True)
         if ray.is_initialized():
             serve.shutdown()
             ray.shutdown()
@@ -103,7 +106,7 @@ class Service:
             self._redis_url = self.valkey.url
         self._start_ray()
         self.run_policy()
-        serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=_LOGGING)
+        self._run_application()
         self._wait_ready()
         self._publish()
 
@@ -131,6 +134,15 @@ class Service:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._redis_url, self._redis_password)
         serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=_LOGGING)
+
+    def _run_application(self) -> None:
+        try:
+            serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=_LOGGING)
+        except RuntimeError as error:
+            # Serve says only which deployment failed; why is in its status, the exception itself in the last lines.
+            deployments = serve.status().applications[self.config.name].deployments
+            reasons = [one.message.strip() for one in deployments.values() if one.message.strip()]
+            raise ConfigurationError("the service did not start:\n" + "\n".join(reasons)) from error
 
     @property
     def policy_app(self) -> str:
@@ -186,6 +198,7 @@ class Service:
             },
         }
         (self.config.state_dir / "service.json").write_text(json.dumps(facts) + "\n")
+        self._is_published = True
 
 
 def read_service_file(state_dir: Path) -> dict[str, Any]:

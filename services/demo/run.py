@@ -23,6 +23,7 @@ from services.demo.drive import Driver, Phase, WorkloadSettings
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.tables import Resize, join, replica_table, session_table, show_split
+from services.preflight import checked_start
 from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import ConfigurationError
@@ -60,7 +61,7 @@ def run_demo(*, keep: bool, policy: str, is_swapped: bool) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started_s = time.monotonic()
     console.print(f"starting Valkey, Ray, {config.replica.count} replicas and the policy service ({policy})")
-    with Service(config) as service:
+    with checked_start(config), Service(config) as service:
         console.print(f"ready after {time.monotonic() - started_s:.0f} s at {service.url}")
         demo = Demo(service, console, is_swapped=is_swapped)
         result = asyncio.run(demo.run(started_s))
