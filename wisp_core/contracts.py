@@ -107,6 +107,32 @@ class ReuseBin(Value):
     blocks: int = Field(ge=0)
     turns_per_s: float = Field(ge=0, description="Turns per second that reused a prefix at this distance.")
     tokens_per_s: float = Field(ge=0, description="Prompt tokens per second that this reuse saved.")
+    passes_per_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Prefill passes per second that it saved: a turn of fewer tokens than a pass "
+        "takes needs one anyhow.",
+    )
+
+
+class DemandBin(Value):
+    """For which share of the time running and waiting turns needed up to this many KV blocks in full."""
+
+    blocks: int = Field(ge=0)
+    share: float = Field(ge=0, le=1)
+
+
+class CostFit(Value):
+    """Compute constants, fitted online to the engine's own steps; transfers over the link are not in them."""
+
+    step_s: float = Field(default=0.0, ge=0, description="Seconds of a decode step without any token.")
+    token_s: float = Field(default=0.0, ge=0, description="Seconds per token of a decode step.")
+    pass_s: float = Field(default=0.0, ge=0, description="Seconds of a prefill pass without any token.")
+    prompt_token_s: float = Field(default=0.0, ge=0, description="Seconds per token of a prefill pass.")
+    error_fraction: float = Field(
+        default=0.0, ge=0, description="Mean |predicted - measured| / measured of the recent intervals' step time."
+    )
+    num_samples: int = Field(default=0, ge=0, description="Intervals fitted, 0: nothing is known.")
 
 
 class KvDemand(Value):
@@ -123,6 +149,18 @@ class KvDemand(Value):
     prompt_tokens_per_s: float = Field(
         default=0.0, ge=0, description="Prompt tokens of admitted turns, reused or not; 0: not measured."
     )
+    prompt_passes_per_s: float = Field(
+        default=0.0, ge=0, description="Prefill passes these prompts would take without any reuse; 0: not measured."
+    )
+    preempted_tokens_per_s: float = Field(
+        default=0.0, ge=0, description="Tokens per second that preempted turns lost and have to compute again."
+    )
+    fetch_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="Speed at which lost prefixes come back from a host tier; 0: there is none."
+    )
+    demand: tuple[DemandBin, ...] = Field(
+        default=(), description="Blocks needed in full over time, ascending; empty: only the peak is known."
+    )
     reuse: tuple[ReuseBin, ...] = Field(default=(), description="Prefix reuse by distance, ascending in blocks.")
 
 
@@ -137,6 +175,7 @@ class ReplicaSnapshot(Contract):
     split: Split
     plan_revision: int = Field(default=0, description="Revision of the last plan that was handled.")
     is_resizing: bool = False
+    is_draining: bool = Field(default=False, description="Waits for its running turns to end; send no new ones.")
     budget_bytes: int = Field(description="Pooled budget: experts + KV.")
     other_bytes: int = Field(default=0, description="Dense weights and activations, outside the pools.")
     resident_bytes: int = Field(default=0, description="Bytes of the pools' mappings that are really resident.")
@@ -153,9 +192,22 @@ class ReplicaSnapshot(Contract):
     prefill_misses_by_cap: tuple[float, ...] = Field(
         default=(), description="Index C: expected misses per prefill step over all layers at cap C; length E + 1."
     )
+    decode_union_by_batch: tuple[float, ...] = Field(
+        default=(), description="Index b: distinct experts of one layer that b decode rows need together, mean."
+    )
+    busy_s_per_s: float = Field(
+        default=0.0, description="Seconds per second in which the engine ran a step; 0: not measured."
+    )
+    fit: CostFit = CostFit()
     link_bytes_per_s: float = Field(default=0.0, description="Measured or emulated host-to-device speed.")
     is_link_emulated: bool = False
     kv: KvDemand = KvDemand()
+    placed_sessions: int = Field(default=0, description="Sessions placed here that were active lately; 0: not known.")
+    placed_miss_ratio_by_cap: tuple[float, ...] = Field(
+        default=(),
+        description="Index C: decode misses predicted for the sessions placed here, over those predicted for the "
+        "sessions that the curve has seen; filled in by the policy service; empty: not known.",
+    )
     resident: tuple[tuple[int, ...], ...] = Field(default=(), description="Per layer: expert ids in slots.")
 
 
@@ -173,6 +225,9 @@ class Decision(Value):
     reason: str
     predicted_cost: float | None = Field(default=None, description="Predicted seconds per second at ``split``.")
     current_cost: float | None = Field(default=None, description="The same at the snapshot's split.")
+    model_error: float | None = Field(
+        default=None, description="|predicted - measured| / measured engine time at the snapshot's split."
+    )
     marginals: Marginals | None = None
 
 
