@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from wisp_core.errors import UnsupportedModelError
-from wisp_core.pager.device.plan_kernel import chained
+from wisp_core.pager.device.launch import chained
 
 _IDS_AT_ONCE = 512
 

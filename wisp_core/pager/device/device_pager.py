@@ -10,6 +10,7 @@ The host only launches, in the order of the layers. Two kinds of forward differ:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from wisp_core.pager.device.staging import Staging
 from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
 from wisp_core.pager.device.statistics import DeviceSums, RecentCurve
 from wisp_core.pager.device.step_clock import StepClock
+from wisp_core.pager.host_memory import HostMemory, PageableMemory
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
 from wisp_core.pager.interface import ForwardInfo, ForwardObserver
@@ -32,6 +34,14 @@ from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.settings import WispSettings
 
 _MOVE_PROGRAMS = 132
+_SECOND_PREFIX = "w2_"
+
+
+class Fetch(Enum):
+    """Which parameters of missing experts a decode plan copies."""
+
+    ALL = "all"
+    FIRST = "first"  # what the first product reads; the rest comes by `DevicePager.fetch_second`
 
 
 class _Layer:
@@ -42,16 +52,25 @@ class _Layer:
         self.slots = LayerSlots(name, self.store, backing, is_host_in_reach=True)
         self.slots.back(0, cap)
         self.state: LayerState
-        self.gather: Gather
+        self.gathers: dict[Fetch, Gather]
+        self.gather_second: Gather
         self.moves: Gather
 
     def attach(self, state: LayerState, device: torch.device) -> None:
         """Prepare the kernels' arguments."""
         names = list(self.store.shapes)
+        second = [name for name in names if name.startswith(_SECOND_PREFIX)]
         slots = [self.slots.tensors[name] for name in names]
         self.state = state
-        self.gather = Gather([self.store.tensor(name) for name in names], slots, device)
+        self.gathers = {
+            Fetch.ALL: self._gather(names, device),
+            Fetch.FIRST: self._gather([name for name in names if name not in second], device),
+        }
+        self.gather_second = self._gather(second, device)
         self.moves = Gather(slots, slots, device, num_programs=_MOVE_PROGRAMS)
+
+    def _gather(self, names: list[str], device: torch.device) -> Gather:
+        return Gather([self.store.tensor(name) for name in names], [self.slots.tensors[name] for name in names], device)
 
 
 class DevicePager:
@@ -71,7 +90,7 @@ class DevicePager:
         *,
         device: torch.device,
         backing: FillableBacking,
-        host_memory: object = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
         self.num_experts = num_experts
@@ -81,7 +100,7 @@ class DevicePager:
         self.settings = settings
         self.device = device
         self.backing = backing
-        self.host_memory = host_memory
+        self.host_memory: HostMemory = host_memory if host_memory is not None else PageableMemory()
         self.clock = StepClock()
         self.link_bytes_per_s: float | None = None  # measured once all layers are there
         self._layers: list[_Layer | None] = []
@@ -176,17 +195,31 @@ class DevicePager:
         """Whether the running forward is a prefill."""
         return self._is_prefill
 
-    def plan(self, index: int, topk_ids: torch.Tensor, path: Path) -> torch.Tensor:
+    def plan(self, index: int, topk_ids: torch.Tensor, path: Path, *, fetch: Fetch = Fetch.ALL) -> torch.Tensor:
         """Plan one layer and fetch what goes into slots; returns slot ids, ``E + expert`` for experts in no slot.
 
         Launches only, so that a graph may capture it. Ids are integer [rows, top_k], contiguous.
         """
         layer = self._layer(index)
         slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
-        plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path)
-        if path is Path.DECODE:
-            layer.gather.run(layer.state)
+        gather = layer.gathers[fetch] if path is Path.DECODE else None
+        plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path, gather=gather)
         return slot_ids
+
+    def fetch_second(self, index: int) -> Callable[[], None]:
+        """After a plan with `Fetch.FIRST`: copy the other parameters beside what is launched next.
+
+        Returns what makes later launches wait for them: call it before they are read.
+        """
+        layer = self._layer(index)
+        if self.device.type != "cuda":
+            layer.gather_second.run(layer.state)
+            return lambda: None
+        stream = torch.cuda.current_stream(self.device)
+        self._side_stream.wait_stream(stream)
+        with torch.cuda.stream(self._side_stream):
+            layer.gather_second.run(layer.state, is_first=True)
+        return lambda: stream.wait_stream(self._side_stream)
 
     def is_resident(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Residency now, [layers, E]. Waits for the device."""
@@ -272,6 +305,10 @@ class DevicePager:
         distinct = counts.distinct / counts.steps
         return tuple(distinct * (1 - cap / self.num_experts) for cap in range(self.num_experts + 1))
 
+    def decode_union_by_batch(self) -> tuple[float, ...]:
+        """Empty: the device adds up distinct experts over all batches."""
+        return ()
+
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
         if self._state is not None:
@@ -293,6 +330,7 @@ class DevicePager:
         for index, layer in enumerate(self._all_layers()):
             layer.attach(self._state.layer(index), self.device)
         if self.device.type == "cuda":  # without a copy engine (the kernels' interpreter), there is nothing to stream
+            self._side_stream = torch.cuda.Stream(self.device)
             self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)
             self.link_bytes_per_s = self.staging.measure_link()
 

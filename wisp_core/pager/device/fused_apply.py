@@ -7,6 +7,7 @@ running here equals vLLM's own byte for byte.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -74,12 +75,20 @@ class FusedExperts:
         self._inner = _resize_cache(self._workspace_13, (rows * self._top_k, inner))
         self._second = _resize_cache(self._workspace_2, (rows, self._top_k, h))
 
-    def run_in_place(self, host: HostRows) -> torch.Tensor:
-        """Read resident experts from slots and the others from host memory; a graph may capture it."""
-        assignment = self._assign_all()
-        w13_rows, w2_rows = block_rows(assignment.expert_ids, self._num_experts, host.first_w13, host.first_w2)
+    def run(self, host: HostRows | None, before_second: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Read resident experts from slots and the others from host memory; a graph may capture it.
+
+        Args:
+            host: where the others lie; None: there are none.
+            before_second: called just before the second product, the first one that reads ``w2``.
+        """
+        assignment = self._assign_all(self._num_experts if host is None else 2 * self._num_experts)
+        w13_rows = w2_rows = assignment.expert_ids
+        if host is not None:
+            w13_rows, w2_rows = block_rows(w13_rows, self._num_experts, host.first_w13, host.first_w2)
         self._product_1(self._layer.w13_weight, assignment, w13_rows)
         self._activate()
+        before_second()
         self._product_2(self._layer.w2_weight, assignment, w2_rows)
         return self._sum()
 
@@ -95,13 +104,13 @@ class FusedExperts:
             group.done()
         return self._sum()
 
-    def _assign_all(self) -> _Assignment:
+    def _assign_all(self, num_ids_known: int) -> _Assignment:
         block_m = self._config["BLOCK_SIZE_M"]
         num_ids = self._slot_ids.numel()
         if num_ids * 4 <= self._num_experts:  # vLLM's rule for few rows
             num_padded = torch.full((1,), num_ids * block_m, dtype=torch.int32, device=self._x.device)
             return _Assignment(None, self._slot_ids.view(-1), num_padded)
-        return _Assignment(*moe_align_block_size(self._slot_ids, block_m, 2 * self._num_experts))
+        return _Assignment(*moe_align_block_size(self._slot_ids, block_m, num_ids_known))
 
     def _assign_group(self, group: Group) -> _Assignment:
         return _Assignment(

@@ -1,7 +1,8 @@
-"""Gather kernel: copies the experts that a plan lists, all parameters of a layer, driven by the device's own count.
+"""Gather: copies the experts that a plan lists, all parameters of a layer, driven by the device's own count.
 
 A few programs read page-locked host memory through its unified address and write the slots; nothing is launched per
-expert, so the same captured launch copies any number of them. The same kernel moves slots onto slots.
+expert, so the same captured launch copies any number of them. The plan kernel copies what it has just listed; a kernel
+of its own copies what may come later, and moves slots onto slots.
 
 Reads by programs have a ceiling of their own: 51.3 GB/s on an H200 whose copy engine reaches 55.4. 8 programs reach it,
 and neither load hints, bulk copies through shared memory, huge pages nor write-combined memory raise it (all tried).
@@ -16,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from wisp_core.pager.device.plan_kernel import chained
+from wisp_core.pager.device.launch import chained
 from wisp_core.pager.device.state import Header, LayerState, Lists
 
 VECTOR_BYTES = 16
@@ -53,11 +55,11 @@ _SOURCE_ROW = tl.constexpr(int(Lists.SOURCE))
 _TARGET_ROW = tl.constexpr(int(Lists.TARGET))
 
 
-@triton.jit(do_not_specialize=["chunks_per_expert"])
-def _gather_kernel(
+@triton.jit
+def copy_listed(
     parameters_ptr,  # int64 [num_parameters, _WIDTH]
-    header_ptr,
     lists_ptr,
+    num_copies,
     chunks_per_expert,
     num_parameters: tl.constexpr,
     width: tl.constexpr,
@@ -65,11 +67,9 @@ def _gather_kernel(
     chunk_units: tl.constexpr,
     vector_units: tl.constexpr,
     vector_bytes: tl.constexpr,
-    is_chained: tl.constexpr,
 ):
-    if is_chained:
-        tl.extra.cuda.gdc_wait()  # for the plan
-    num_chunks = tl.load(header_ptr + _NUM_COPIES) * chunks_per_expert
+    """This program's share of the first ``num_copies`` entries of the lists."""
+    num_chunks = num_copies * chunks_per_expert
     for work in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         copy = work // chunks_per_expert
         chunk = work - copy * chunks_per_expert
@@ -90,8 +90,38 @@ def _gather_kernel(
         tl.store(target_ptr + at, units, mask=at < num_units)
 
 
+@triton.jit(do_not_specialize=["chunks_per_expert"])
+def _gather_kernel(
+    parameters_ptr,
+    header_ptr,
+    lists_ptr,
+    chunks_per_expert,
+    num_parameters: tl.constexpr,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    chunk_units: tl.constexpr,
+    vector_units: tl.constexpr,
+    vector_bytes: tl.constexpr,
+    is_chained: tl.constexpr,
+):
+    if is_chained:
+        tl.extra.cuda.gdc_wait()  # for the plan
+    copy_listed(
+        parameters_ptr,
+        lists_ptr,
+        tl.load(header_ptr + _NUM_COPIES),
+        chunks_per_expert,
+        num_parameters,
+        width,
+        unit,
+        chunk_units,
+        vector_units,
+        vector_bytes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class _Parameters:
+class Parameters:
     """Parameters that are copied with one unit."""
 
     table: torch.Tensor  # int64 [num_parameters, len(_Column)], on the device
@@ -100,6 +130,17 @@ class _Parameters:
     unit_bytes: int
     vector_bytes: int  # what addresses and sizes are known to be multiples of
     chunk_bytes: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What `copy_listed` is compiled for."""
+        return {
+            "num_parameters": len(self.table),
+            "unit": self.unit,
+            "chunk_units": self.chunk_bytes // self.unit_bytes,
+            "vector_units": self.vector_bytes // self.unit_bytes,
+            "vector_bytes": self.vector_bytes,
+        }
 
 
 class Gather:
@@ -130,29 +171,36 @@ class Gather:
             ValueError: a row is not contiguous or source and target differ.
         """
         self._keep_alive = (tuple(sources), tuple(targets))
-        self._num_programs, self._num_warps = num_programs, num_warps
+        self.num_programs, self._num_warps = num_programs, num_warps
         self.row_bytes = sum(_row_bytes(source) for source in sources)
         pairs = list(zip(sources, targets, strict=True))
         words = _tabulate([p for p in pairs if _is_aligned(*p)], tl.int32, 4, VECTOR_BYTES, chunk_bytes, device)
         single = _tabulate([p for p in pairs if not _is_aligned(*p)], tl.int8, 1, 1, _BYTEWISE_CHUNK_BYTES, device)
         self._launches = [parameters for parameters in (words, single) if len(parameters.table)]
 
-    def run(self, layer: LayerState) -> None:
-        """Carry out ``layer``'s list on the current stream; a graph may capture it."""
-        for parameters in self._launches:
-            _gather_kernel[(self._num_programs,)](
+    @property
+    def leading(self) -> Parameters | None:
+        """The parameters that a plan kernel may copy itself; None when there are none at all."""
+        return self._launches[0] if self._launches else None
+
+    def run(self, layer: LayerState, *, is_leading_done: bool = False, is_first: bool = False) -> None:
+        """Carry out ``layer``'s list on the current stream; a graph may capture it.
+
+        Args:
+            layer: whose list it is.
+            is_leading_done: the plan kernel has copied `leading`.
+            is_first: the stream has no kernel to be chained to, as after waiting for another stream.
+        """
+        for parameters in self._launches[is_leading_done:]:
+            _gather_kernel[(self.num_programs,)](
                 parameters.table,
                 layer.header,
                 layer.lists,
                 parameters.chunks_per_expert,
-                num_parameters=len(parameters.table),
                 width=layer.lists.shape[1],
-                unit=parameters.unit,
-                chunk_units=parameters.chunk_bytes // parameters.unit_bytes,
-                vector_units=parameters.vector_bytes // parameters.unit_bytes,
-                vector_bytes=parameters.vector_bytes,
                 num_warps=self._num_warps,
-                **chained(layer.header),
+                **parameters.constants,
+                **({"is_chained": False} if is_first else chained(layer.header)),
             )
 
 
@@ -179,7 +227,7 @@ def _tabulate(
     vector_bytes: int,
     chunk_bytes: int,
     device: torch.device | str,
-) -> _Parameters:
+) -> Parameters:
     rows = []
     num_chunks = 0
     for source, target in pairs:
@@ -188,4 +236,4 @@ def _tabulate(
         rows.append([*addresses, row_bytes // unit_bytes, num_chunks])
         num_chunks += -(-row_bytes // chunk_bytes)
     table = torch.tensor(rows, dtype=torch.int64, device=device)
-    return _Parameters(table, num_chunks, unit, unit_bytes, vector_bytes, chunk_bytes)
+    return Parameters(table, num_chunks, unit, unit_bytes, vector_bytes, chunk_bytes)

@@ -1,9 +1,13 @@
-"""Plan kernels: one program decides what one layer needs, without the host.
+"""Plan kernels: decide what one layer needs and fetch it, without the host.
 
 Both kernels equal `wisp_core.pager.device.reference` exactly. They hold a layer's table in registers, so that a step
 costs a few round trips to memory; everything follows from one prefix sum over the recency stack: the number of needed
 experts that are more recent than a given one. The cap is read from memory and the code is compiled for the number of
 experts, so one captured graph serves every cap.
+
+The programs that copy would have to wait for one that plans, and a launch costs a third of a plan. So each of them
+plans for itself, and copies its share. What they store for themselves and for later kernels (the lists) they all store
+alike; the table changes only when the last of them has read it.
 """
 
 # Kernels are Triton's language, not Python's:
@@ -16,6 +20,8 @@ import triton
 import triton.language as tl
 
 from wisp_core.pager.device import reference
+from wisp_core.pager.device.gather_kernel import Gather, copy_listed
+from wisp_core.pager.device.launch import chained
 from wisp_core.pager.device.state import (
     COUNTS_WIDTH,
     HEADER_WIDTH,
@@ -28,6 +34,7 @@ from wisp_core.pager.device.state import (
 )
 
 _MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, 1024
+_NOTHING_TO_GATHER = {"num_parameters": 1, "unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
 _CAP = tl.constexpr(int(Header.CAP))
 _NUM_RESIDENT = tl.constexpr(int(Header.NUM_RESIDENT))
@@ -79,11 +86,9 @@ def _add_counts(counts_ptr, num_rows, num_needed, num_hits, num_misses, num_copi
 
 @triton.jit
 def _add_distances(distances_ptr, needed, position, num_seen, num_experts: tl.constexpr):
-    """Count each use at its expert's place in the stack, first uses at the end; returns how many those were."""
-    is_first_use = position >= num_seen
-    place = tl.where(is_first_use, num_experts, position)
+    """Count each use at its expert's place in the stack, first uses at the end."""
+    place = tl.where(position >= num_seen, num_experts, position)
     tl.atomic_add(distances_ptr + place, needed.to(tl.int64), mask=needed != 0, sem="relaxed")
-    return tl.sum(tl.where(is_first_use, needed, 0))
 
 
 @triton.jit
@@ -122,7 +127,10 @@ def _admit(
     return slot, num_copies, num_resident + num_copies - num_evicted
 
 
-@triton.jit(do_not_specialize=["num_ids", "top_k"], do_not_specialize_on_alignment=["ids_ptr", "slot_ids_ptr"])
+@triton.jit(
+    do_not_specialize=["num_ids", "top_k", "chunks_per_expert"],
+    do_not_specialize_on_alignment=["ids_ptr", "slot_ids_ptr"],
+)
 def _plan_kernel(
     ids_ptr,
     slot_ids_ptr,
@@ -132,16 +140,25 @@ def _plan_kernel(
     header_ptr,
     table_ptr,
     lists_ptr,
+    arrivals_ptr,
     distances_ptr,
     counts_ptr,
+    parameters_ptr,
+    chunks_per_expert,
     num_experts: tl.constexpr,
     width: tl.constexpr,
     ids_at_once: tl.constexpr,
     is_admitting: tl.constexpr,
+    is_gathering: tl.constexpr,
     is_chained: tl.constexpr,
+    num_parameters: tl.constexpr,
+    unit: tl.constexpr,
+    chunk_units: tl.constexpr,
+    vector_units: tl.constexpr,
+    vector_bytes: tl.constexpr,
 ):
     if is_chained:
-        tl.extra.cuda.gdc_launch_dependents()  # the gather may be set up meanwhile; it waits for this kernel's end
+        tl.extra.cuda.gdc_launch_dependents()  # what follows may be set up meanwhile; it waits for this kernel's end
         tl.extra.cuda.gdc_wait()
     # Every load that depends on nothing comes first, so that one latency covers them all.
     expert = tl.arange(0, width)
@@ -163,35 +180,62 @@ def _plan_kernel(
     needed_at = tl.gather(needed, stack, 0)
     before = tl.gather(tl.cumsum(needed_at, 0) - needed_at, position, 0)
     is_missing = (needed != 0) & (slot == _NO_SLOT)
-    num_needed = tl.sum(needed)
-    num_misses = tl.sum(is_missing.to(tl.int32))
+    # One sum for three facts. The third is never true, but it makes the sum wait for everything that was loaded.
+    is_unread = (before < 0) | (num_resident < 0) | (num_seen < 0)
+    sums = tl.sum(needed + (is_missing.to(tl.int32) << 10) + (is_unread.to(tl.int32) << 20))
+    num_needed = sums & 1023
+    num_misses = (sums >> 10) & 1023
     num_hits = num_needed - num_misses
 
     num_copies = 0
     if is_admitting:
-        slot, num_copies, num_resident = _admit(
+        # Relaxed: the sum carries the order from this program's loads, and the stores below depend on the answer.
+        num_arrived = tl.atomic_add(arrivals_ptr + expert, 1 + (sums >> 20), sem="relaxed")
+        new_slot, num_copies, new_num_resident = _admit(
             lists_ptr + _FREED * width, cap, num_resident, needed, position, slot, before, num_hits, num_misses
         )
-    tl.store(header_ptr + _NUM_MISSES, num_misses)
-    tl.store(header_ptr + _NUM_COPIES, num_copies)
+    else:
+        new_slot = slot
     tl.store(lists_ptr + _SOURCE * width + before - num_hits, expert, mask=is_missing)
-    tl.store(lists_ptr + _TARGET * width + before - num_hits, slot, mask=is_missing)
+    tl.store(lists_ptr + _TARGET * width + before - num_hits, new_slot, mask=is_missing)
 
-    served = tl.where(slot == _NO_SLOT, num_experts + expert, slot)
-    _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
-    for start in range(ids_at_once, num_ids, ids_at_once):
-        more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
-        _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
+    if tl.program_id(0) == 0:
+        served = tl.where(new_slot == _NO_SLOT, num_experts + expert, new_slot)
+        _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
+        for start in range(ids_at_once, num_ids, ids_at_once):
+            more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
+            _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
+        tl.store(header_ptr + _NUM_MISSES, num_misses)
+        tl.store(header_ptr + _NUM_COPIES, num_copies)
+        _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
+        if is_admitting:
+            _add_distances(distances_ptr, needed, position, num_seen, num_experts)
 
-    _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
+    if is_gathering:
+        tl.debug_barrier()  # the lists
+        copy_listed(
+            parameters_ptr,
+            lists_ptr,
+            num_copies,
+            chunks_per_expert,
+            num_parameters,
+            width,
+            unit,
+            chunk_units,
+            vector_units,
+            vector_bytes,
+        )
+
     if is_admitting:
-        num_first_uses = _add_distances(distances_ptr, needed, position, num_seen, num_experts)
-        position = tl.where(needed != 0, before, num_needed + position - before)
-        tl.store(header_ptr + _NUM_RESIDENT, num_resident)
-        tl.store(header_ptr + _NUM_SEEN, num_seen + num_first_uses)
-        tl.store(table_ptr + _POSITION * width + expert, position)
-        tl.store(table_ptr + _STACK * width + position, expert)
-        tl.store(table_ptr + _SLOT * width + expert, slot)
+        is_last = num_arrived == tl.num_programs(0) - 1
+        num_first_uses = tl.sum(((needed != 0) & (position >= num_seen)).to(tl.int32))
+        new_position = tl.where(needed != 0, before, num_needed + position - before)
+        tl.store(table_ptr + _POSITION * width + expert, new_position, mask=is_last)
+        tl.store(table_ptr + _STACK * width + new_position, expert, mask=is_last)
+        tl.store(table_ptr + _SLOT * width + expert, new_slot, mask=is_last)
+        tl.store(arrivals_ptr + expert, 0, mask=is_last)
+        tl.store(header_ptr + _NUM_RESIDENT + expert * 0, new_num_resident, mask=is_last & (expert == 0))
+        tl.store(header_ptr + _NUM_SEEN + expert * 0, num_seen + num_first_uses, mask=is_last & (expert == 0))
 
 
 @triton.jit
@@ -233,9 +277,10 @@ def plan_step(
     num_valid_rows: torch.Tensor,
     *,
     path: Path = Path.DECODE,
+    gather: Gather | None = None,
     num_warps: int = 4,
 ) -> None:
-    """Plan one step of one layer on the current stream; a graph may capture it.
+    """Plan one step of one layer on the current stream, and fetch what it misses; a graph may capture it.
 
     Args:
         layer: read and updated; its lists then name the misses.
@@ -243,13 +288,16 @@ def plan_step(
         slot_ids: integer [rows, top_k], contiguous, receives the slot of each id; `reference` says which values.
         num_valid_rows: int32 [1] on the device, rows that are real tokens; more than there are means all.
         path: DECODE is `LayerTable.plan`, STREAMED is `LayerTable.look_up`.
+        gather: copies the experts that got a slot; None: that comes later, or never, as on the path STREAMED.
         num_warps: few, since their exchanges and not their arithmetic take the time.
     """
     assert topk_ids.is_contiguous()
     assert slot_ids.is_contiguous()
     assert slot_ids.shape == topk_ids.shape
+    assert gather is None or path is Path.DECODE
     num_ids = topk_ids.numel()
-    _plan_kernel[(1,)](
+    leading = gather.leading if gather is not None else None
+    _plan_kernel[(gather.num_programs if gather is not None and leading is not None else 1,)](
         topk_ids,
         slot_ids,
         num_ids,
@@ -258,15 +306,22 @@ def plan_step(
         layer.header,
         layer.table,
         layer.lists,
+        layer.arrivals,
         layer.distances,
         layer.counts[path],
+        leading.table if leading is not None else layer.counts,  # else not looked at
+        leading.chunks_per_expert if leading is not None else 0,
         num_experts=layer.num_experts,
         width=layer.table.shape[1],
         ids_at_once=min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE),
         is_admitting=path is Path.DECODE,
+        is_gathering=leading is not None,
         num_warps=num_warps,
+        **(leading.constants if leading is not None else _NOTHING_TO_GATHER),
         **chained(layer.header),
     )
+    if gather is not None:
+        gather.run(layer, is_leading_done=True)
 
 
 def set_cap(state: DeviceState, cap: int) -> None:
@@ -281,10 +336,3 @@ def set_cap(state: DeviceState, cap: int) -> None:
     _set_cap_kernel[(state.num_layers,)](
         state.new_cap, state.header, state.table, state.lists, width=state.width, num_warps=1
     )
-
-
-def chained(tensor: torch.Tensor) -> dict[str, bool]:
-    """Launch options by which a kernel is set up while the one before it ends, where the device can do that."""
-    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
-        return {"is_chained": True, "launch_pdl": True}
-    return {"is_chained": False}

@@ -60,6 +60,7 @@ class LayerState:
     header: torch.Tensor  # int32 [HEADER_WIDTH], see Header
     table: torch.Tensor  # int32 [len(Table), width]
     lists: torch.Tensor  # int32 [len(Lists), width]
+    arrivals: torch.Tensor  # int32 [width]: programs of the running plan that have read the table; else 0
     distances: torch.Tensor  # int64 [width + 2]: uses by stack position, first uses at num_experts
     counts: torch.Tensor  # int64 [len(Path), COUNTS_WIDTH]: the fields of StepCounts in order
 
@@ -107,6 +108,7 @@ class DeviceState:
         self.table = torch.arange(self.width, dtype=torch.int32, device=device).repeat(num_layers, len(Table), 1)
         self.table[:, Table.SLOT] = NO_SLOT
         self.lists = torch.zeros(num_layers, len(Lists), self.width, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(num_layers, self.width, dtype=torch.int32, device=device)
         self.distances = torch.zeros(num_layers, self.width + 2, dtype=torch.int64, device=device)
         self.counts = torch.zeros(num_layers, len(Path), COUNTS_WIDTH, dtype=torch.int64, device=device)
         self.new_cap = torch.full((1,), cap, dtype=torch.int32, device=device)
@@ -119,6 +121,7 @@ class DeviceState:
             self.header[index],
             self.table[index],
             self.lists[index],
+            self.arrivals[index],
             self.distances[index],
             self.counts[index],
         )
