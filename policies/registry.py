@@ -16,6 +16,10 @@ ENTRY_POINT_GROUP = "wisp.policies"
 BUILT_IN: Mapping[str, str] = {
     "mv_wsa": "policies.mv_wsa:MarginalValue",
     "static_split": "policies.static_split:StaticSplit",
+    "fifty_fifty": "policies.fifty_fifty:FiftyFifty",
+    "working_set_proportional": "policies.working_set_proportional:WorkingSetProportional",
+    "kv_peak": "policies.kv_peak:KvPeak",
+    "oracle": "policies.oracle:Oracle",
 }
 
 AnyPolicy = AllocationPolicy[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wisp_core.allocation.solver import clamp, explain_infeasible, feasible_splits
+from wisp_core.allocation.solver import clamp, explain_infeasible, largest_cap_within
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 
@@ -35,17 +35,15 @@ class StaticSplit:
         """The configured split, clamped to what is feasible on this replica."""
         if self.cap is None and self.fraction is None:
             return Decision(split=snapshot.split, reason="hold: static split as started"), None
-        cap = self.cap if self.cap is not None else self._cap_of_fraction(snapshot)
-        split = clamp(snapshot, Split(cap=cap, kv_blocks=snapshot.layout.max_kv_blocks))
+        split = self._configured(snapshot)
         if split is None:
             return Decision(split=snapshot.split, reason=f"hold: {explain_infeasible(snapshot)}"), None
+        cap = split.cap if self.cap is None else self.cap
         clamped = "" if split.cap == cap else f", clamped to {split.cap}"
         return Decision(split=split, reason=f"static split: cap {cap}{clamped}"), None
 
-    def _cap_of_fraction(self, snapshot: ReplicaSnapshot) -> int:
-        """The largest feasible cap whose experts take at most ``fraction`` of the budget, else the smallest one."""
-        assert self.fraction is not None
-        layout = snapshot.layout
-        most_bytes = self.fraction * snapshot.budget_bytes
-        caps = [s.cap for s in feasible_splits(snapshot) if layout.experts_bytes_by_cap[s.cap] <= most_bytes]
-        return max(caps, default=layout.min_cap)
+    def _configured(self, snapshot: ReplicaSnapshot) -> Split | None:
+        if self.fraction is not None:
+            return largest_cap_within(snapshot, self.fraction * snapshot.budget_bytes)
+        assert self.cap is not None
+        return clamp(snapshot, Split(cap=self.cap, kv_blocks=snapshot.layout.max_kv_blocks))

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_snapshots import make_snapshot
 
-from wisp_core.allocation.cost_model import CostModel, missing_evidence
-from wisp_core.contracts import KvDemand, PagerCounts, ReuseBin, Split
+from wisp_core.allocation.cost_model import CostModel, missing_evidence, model_error, union_size
+from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin, Split
 
 COPY_S = 8192 / 1e6  # one expert over the link
 
@@ -97,7 +98,8 @@ def test_turns_beyond_the_engines_limit_do_not_wait_for_kv() -> None:
     crowded = make_snapshot(kv=KvDemand(mean_turns=16, demand_blocks=160))  # only 8 can run: 80 blocks
     model = CostModel.from_snapshot(crowded)
     assert model.cost(Split(cap=4, kv_blocks=80)) == model.cost(Split(cap=4, kv_blocks=127))
-    assert model.cost(Split(cap=4, kv_blocks=79)) > model.cost(Split(cap=4, kv_blocks=80))
+    short, enough = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (79, 80))
+    assert short.decode_compute_s > enough.decode_compute_s
 
 
 def test_without_a_prefill_in_the_window_a_lost_prefix_costs_one_pass_a_turn() -> None:
@@ -165,3 +167,97 @@ def test_a_flat_or_falling_curve_never_makes_a_larger_cap_cost_more(falls: list[
     model = CostModel.from_snapshot(snapshot)
     costs = [model.cost(Split(cap=cap, kv_blocks=blocks)) for cap in range(9)]
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(costs))
+
+
+def passes(**kv: Any) -> ReplicaSnapshot:
+    """Prompts of 400 tokens, 4 passes each, one a second, of which a long reuse saves 300 tokens and 3 passes."""
+    reuse = (ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=300, passes_per_s=3),)
+    fields = {"prompt_tokens_per_s": 400, "prompt_passes_per_s": 4, "reuse": reuse, "demand_blocks": 16} | kv
+    return make_snapshot(
+        kv=KvDemand(**fields),
+        split=Split(cap=4, kv_blocks=63),
+        fit=CostFit(step_s=0.01, token_s=0.002, pass_s=0.05, prompt_token_s=0.001, num_samples=9),
+    )
+
+
+def test_a_lost_prefix_costs_the_passes_that_it_saved_and_the_tokens_arithmetic() -> None:
+    model = CostModel.from_snapshot(passes())
+    kept, lost = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
+    assert lost.prefill_link_s - kept.prefill_link_s == pytest.approx(3 * 16 * COPY_S)
+    assert lost.prefill_compute_s - kept.prefill_compute_s == pytest.approx(3 * 0.05 + 300 * 0.001)
+
+
+def test_a_short_lost_prefix_costs_no_pass() -> None:
+    short = (ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=80, passes_per_s=0),)
+    model = CostModel.from_snapshot(passes(prompt_tokens_per_s=100, prompt_passes_per_s=1, reuse=short))
+    kept, lost = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
+    assert lost.prefill_link_s == kept.prefill_link_s
+    assert lost.prefill_compute_s - kept.prefill_compute_s == pytest.approx(80 * 0.001)
+
+
+def test_what_a_host_tier_brings_back_costs_the_cheaper_of_fetching_and_computing() -> None:
+    layout = passes().layout
+    lost_s = 3 * (0.05 + 16 * COPY_S) + 300 * 0.001
+    for bytes_per_s, expected_s in ((1e5, 300 * layout.block_bytes / layout.block_tokens / 1e5), (1.0, lost_s)):
+        model = CostModel.from_snapshot(passes(fetch_bytes_per_s=bytes_per_s))
+        kept, lost = (model.cost(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
+        assert lost - kept == pytest.approx(expected_s)
+
+
+def test_passes_are_scaled_to_those_that_are_measured() -> None:
+    measured = passes().model_copy(update={"prefill_steps_per_s": 0.5})  # two turns share a step
+    model = CostModel.from_snapshot(measured)
+    assert model.terms(measured.split).prefill_link_s == pytest.approx(0.5 * 16 * COPY_S)
+    assert model.terms(Split(cap=4, kv_blocks=59)).prefill_link_s == pytest.approx(2.0 * 16 * COPY_S)
+
+
+def test_demand_over_time_limits_the_batch_only_while_it_is_there() -> None:
+    demand = (DemandBin(blocks=20, share=0.75), DemandBin(blocks=80, share=0.25))
+    model = CostModel.from_snapshot(make_snapshot(kv=KvDemand(mean_turns=2, demand=demand, demand_blocks=80)))
+    full, half = model.terms(Split(cap=4, kv_blocks=80)), model.terms(Split(cap=4, kv_blocks=40))
+    assert half.decode_compute_s == pytest.approx(full.decode_compute_s / (0.75 + 0.25 * 0.5))
+
+
+def test_preempted_tokens_are_computed_again_until_kv_holds_the_demand() -> None:
+    snapshot = make_snapshot(
+        kv=KvDemand(mean_turns=2, demand_blocks=80, preempted_tokens_per_s=50),
+        split=Split(cap=4, kv_blocks=60),
+        fit=CostFit(prompt_token_s=0.001, num_samples=9),
+    )
+    model = CostModel.from_snapshot(snapshot)
+    tokens = {b: model.terms(Split(cap=4, kv_blocks=b)).prefill_compute_s / 0.001 for b in (40, 60, 80, 127)}
+    assert [tokens[b] - tokens[127] for b in (40, 60, 80)] == pytest.approx([100, 50, 0])
+
+
+def test_a_move_costs_the_copies_that_fill_new_slots_and_the_prefixes_that_fill_new_blocks() -> None:
+    changes = {"split": Split(cap=4, kv_blocks=55), "prefill_steps_per_s": 4.0}
+    model = CostModel.from_snapshot(passes().model_copy(update=changes))
+    assert model.move(Split(cap=4, kv_blocks=55)).total_s == 0.0
+    assert model.move(Split(cap=7, kv_blocks=20)).experts_s == pytest.approx(3 * 2 * COPY_S)
+    lost_s = 3 * (0.05 + 4 * (8 - 2) * COPY_S) + 300 * 0.001
+    kv_s = model.move(Split(cap=2, kv_blocks=63)).kv_s
+    assert kv_s == pytest.approx(8 * 16 * lost_s / 300)
+    assert model.move(Split(cap=2, kv_blocks=59)).total_s == 0.0, "no prefix waits for these blocks"
+
+
+def test_the_placed_sessions_scale_the_curve_that_was_seen() -> None:
+    seen = make_snapshot()
+    placed = seen.model_copy(update={"placed_miss_ratio_by_cap": (1.0,) * 4 + (2.0,) * 5})
+    once, twice = (CostModel.from_snapshot(s).terms(s.split).decode_link_s for s in (seen, placed))
+    assert twice == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, 4.0), (1.5, 5.0), (2, 6.0), (4, 8.0), (16, 13.1), (64, 21.0), (1024, 32.0)]
+)
+def test_a_union_is_read_between_batches_and_grows_on_as_it_did(rows: float, expected: float) -> None:
+    sizes = (0.0, 4.0, 6.0, 7.2, 8.0, 8.6, 9.2, 9.7, 10.24)  # from 4 to 8 rows times 1.28
+    assert union_size(sizes, rows, most=32) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_error_compares_predicted_and_measured_engine_time() -> None:
+    snapshot = make_snapshot()
+    model = CostModel.from_snapshot(snapshot)
+    assert model_error(model, snapshot) is None
+    measured = snapshot.model_copy(update={"busy_s_per_s": 2 * model.cost(snapshot.split)})
+    assert model_error(model, measured) == pytest.approx(0.5)

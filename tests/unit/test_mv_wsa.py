@@ -24,12 +24,31 @@ def test_bursts_get_experts_and_long_turns_get_kv() -> None:
 def test_takes_the_cheapest_feasible_split_and_reports_its_cost() -> None:
     reuse = tuple(ReuseBin(blocks=b, turns_per_s=1, tokens_per_s=30) for b in (30, 50, 70, 90))
     snapshot = make_snapshot(kv=KvDemand(mean_turns=2, demand_blocks=60, floor_blocks=8, reuse=reuse))
-    cost = CostModel.from_snapshot(snapshot).cost
-    decision, _ = MarginalValue().decide(snapshot, None)
+    model = CostModel.from_snapshot(snapshot)
+
+    def cost(split: Split) -> float:
+        return model.cost(split) + model.move(split).total_s / 10.0
+
+    decision, _ = MarginalValue(horizon_s=10.0).decide(snapshot, None)
     assert decision.predicted_cost == cost(decision.split) == min(map(cost, feasible_splits(snapshot)))
-    assert decision.current_cost == cost(snapshot.split)
+    assert decision.current_cost == model.cost(snapshot.split)
     assert decision.marginals is not None
-    assert f"{decision.predicted_cost:.3f}" in decision.reason
+    assert f"-> {model.cost(decision.split):.3f} s/s" in decision.reason
+
+
+def test_a_gain_that_a_refill_would_eat_is_left_alone() -> None:
+    slightly = (8.0, 8.0, 8.0, 8.0, 5.0, 4.99, 4.98, 4.97, 4.96)
+    snapshot = make_snapshot(decode_misses_by_cap=slightly, prefill_misses_by_cap=(0.0,) * 9)
+    assert MarginalValue(horizon_s=1e9).decide(snapshot, None)[0].split.cap == 8
+    assert MarginalValue(horizon_s=1.0).decide(snapshot, None)[0].split == snapshot.split
+
+
+def test_the_model_s_error_is_reported_with_the_decision() -> None:
+    snapshot = make_snapshot()
+    busy = CostModel.from_snapshot(snapshot).cost(snapshot.split)
+    decision, _ = MarginalValue().decide(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}), None)
+    assert decision.model_error == pytest.approx(0.25)
+    assert "off by 25%" in decision.reason
 
 
 def test_the_floor_bounds_what_experts_can_take() -> None:

@@ -70,7 +70,7 @@ def test_entry_point_of_another_distribution(outside: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "text"),
     [
-        ("mv_wsaa", {}, r"policy\.name: unknown policy 'mv_wsaa'; known: .*mv_wsa, static_split, or module:Class"),
+        ("mv_wsaa", {}, r"policy\.name: unknown policy 'mv_wsaa'; known: .*mv_wsa, .*static_split, .*or module:Class"),
         ("no_such_module:Policy", {}, r"policy\.name: cannot load 'no_such_module:Policy': No module named"),
         ("outside_policy:Missing", {}, r"policy\.name: cannot load 'outside_policy:Missing'"),
         (":KeepsCap", {}, r"policy\.name: cannot load ':KeepsCap'"),
@@ -78,7 +78,7 @@ def test_entry_point_of_another_distribution(outside: Path) -> None:
         ("outside_policy:NotAPolicy", {}, r"policy\.name: .* has no method initial_state and no decide"),
         ("outside_policy:KeepsCap", {"cap": 0}, r"policy\.settings: .*cap must be positive"),
         ("outside_policy:KeepsCap", {"kap": 1}, r"policy\.settings\.kap: unknown setting .* takes: cap"),
-        ("mv_wsa", {"speed": 1}, r"policy\.settings\.speed: unknown setting of mv_wsa, which takes: none"),
+        ("mv_wsa", {"speed": 1}, r"policy\.settings\.speed: unknown setting of mv_wsa, which takes: horizon_s"),
         ("static_split", {"cap": 1, "fraction": 0.5}, r"policy\.settings\.cap and policy\.settings\.fraction exclude"),
     ],
 )

@@ -89,6 +89,34 @@ def test_solving_again_at_the_answer_changes_nothing(snapshot: ReplicaSnapshot, 
         assert solve(snapshot.model_copy(update={"split": solution.split}), cost) == solution
 
 
+@given(snapshots(), costs())
+def test_no_exchange_of_up_to_one_granule_improves_it(snapshot: ReplicaSnapshot, cost: Cost) -> None:
+    """A granule is one cap, or as many whole KV groups as lie in one cap: the least that can change hands."""
+    solution = solve(snapshot, cost)
+    if solution is None:
+        return
+    layout, split = snapshot.layout, solution.split
+    table = layout.experts_bytes_by_cap
+    for cap in (split.cap - 1, split.cap, split.cap + 1):
+        if not layout.min_cap <= cap <= layout.num_experts:
+            continue
+        groups = abs(table[cap] - table[split.cap]) // (layout.kv_group_blocks * layout.block_bytes) + 1
+        for moved in range(-groups, groups + 1):
+            exchanged = Split(cap=cap, kv_blocks=max(0, split.kv_blocks + moved * layout.kv_group_blocks))
+            if violations(snapshot, exchanged) == []:
+                assert cost(exchanged) >= solution.cost
+
+
+@given(snapshots(), costs())
+def test_whole_pages_slots_and_groups_change_hands(snapshot: ReplicaSnapshot, cost: Cost) -> None:
+    solution = solve(snapshot, cost)
+    if solution is not None and solution.split.kv_blocks < snapshot.layout.max_kv_blocks:
+        layout = snapshot.layout
+        assert (solution.split.kv_blocks + 1) % layout.kv_group_blocks == 0
+        left_bytes = snapshot.budget_bytes - layout.pool_bytes(solution.split)
+        assert left_bytes < layout.kv_group_blocks * layout.block_bytes, "nothing that could be used is left over"
+
+
 @given(snapshots(), costs(), st.integers(0, 60))
 def test_a_larger_budget_never_costs_more(snapshot: ReplicaSnapshot, cost: Cost, more_pages: int) -> None:
     larger = snapshot.model_copy(update={"budget_bytes": snapshot.budget_bytes + more_pages * PAGE})

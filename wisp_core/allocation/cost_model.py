@@ -2,32 +2,40 @@
 
 ::
 
-    cost(C, K) = steps(K)  · (u · decode_misses(C / u) · expert_bytes / B  +  compute seconds per step)
-               + tokens(K) · (prefill_misses(C) / tokens per pass · expert_bytes / B  +  compute seconds per token)
+    cost(C, K) = steps(K)  * (step_s + batch(K) * token_s + misses(C, batch(K)) * expert_bytes / B)
+               + passes(K) * (pass_s + pass_misses(C) * expert_bytes / B)
+               + tokens(K) * prompt_token_s
 
-C is the cap, K the usable KV blocks, B the link. What depends on K:
+C is the cap, K the usable KV blocks, B the link. A prefill is a *pass*: it brings each expert without a slot over the
+link once, whatever its length, so it is counted in passes and only its arithmetic in tokens.
 
-- Prefix reuse. ``tokens(K)`` are the prompt tokens prefilled per second: those of admitted turns less the reuse that K
-  blocks keep (bins at a distance up to K). This is demand, so it holds whatever the split was in the window. Where
-  ``kv.prompt_tokens_per_s`` is not measured it is taken from the observed prefills and the reuse that the split of
-  now keeps, which is off until the window holds one split only.
-- Admission. Turns that need ``demand_blocks`` in full run together only as far as K holds them; the others wait or
-  are preempted. A smaller batch needs more steps for the same tokens: ``ρ(K)`` is the batch relative to now and
-  ``steps(K)`` is the observed rate over ρ. The experts of a batch grow as batch^γ, with γ fitted between one token
-  (top-k) and the observed batch (its distinct experts), so the union is ``u = ρ^γ`` times that of now; the miss curve
-  is taken to keep its shape and to stretch with the union, in slots as well as in misses. So KV has a price of its
-  own: a larger batch can outgrow the cap.
+- **Reuse.** ``tokens(K)`` and ``passes(K)`` are what the admitted prompts would take with no prefix cache, less what
+  the reuse at a distance of up to K blocks saves (LRU stack distances). A turn needs one pass for its new tokens
+  anyhow. Both are demand, so they hold whatever the split was when they were measured. Where a host tier brings lost
+  prefixes back, a lost one costs the cheaper of fetching and computing it.
+- **Admission.** Where turns need more than K blocks in full, they run in smaller batches. A smaller batch takes more
+  steps for the same tokens: ``ρ(K)`` is the mean of min(1, K / demand) over the time-shares of demand, relative to
+  that of now, and ``steps(K)`` is the observed rate over ρ.
+- **Union.** A batch that grows by ρ needs ``u = union(ρ b) / union(b)`` times the experts, by the measured curve of
+  union over batch; the miss curve keeps its shape and stretches with u, in slots as well as in misses. So KV has a
+  price of its own: a larger batch can outgrow the cap.
+- **Preemption.** Tokens that preempted turns lost are computed again; they fall with the demand above K, and are gone
+  where K holds all of it.
 
-A lost prefix is charged like the prefills measured in the window, per token. A pager that fetches each expert once
-per pass, however long, pays less than that for prefixes shorter than its chunk.
+Passes that share a step, and turns cut into more chunks than their length says, make measured passes differ from
+predicted ones; the ratio at the present split (`CostModel.pass_ratio`) is applied to every split.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wisp_core.contracts import MemoryLayout, PagerCounts, ReplicaSnapshot, ReuseBin, Split
+from wisp_core.contracts import CostFit, MemoryLayout, PagerCounts, ReplicaSnapshot, ReuseBin, Split
+
+_PASS_RATIO_RANGE = (0.25, 2.0)
+"""Beyond these the rates of passes and of prompts do not belong together, as when the work has just begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,67 +54,170 @@ class CostTerms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """The constants of the formula above."""
+class MoveTerms:
+    """Seconds that a move costs once, before the new split is worth what it promises."""
 
+    experts_s: float
+    kv_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both."""
+        return self.experts_s + self.kv_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The constants of the formula above. Build it with `from_snapshot`; a simulator may build its own."""
+
+    layout: MemoryLayout
+    split: Split
+    """The split in effect, to which batch and union are relative."""
+    copy_s: float
+    """Seconds that one expert takes over the link."""
+    fit: CostFit
     decode_steps_per_s: float
-    decode_link_s_by_cap: tuple[float, ...]
-    decode_compute_s_per_step: float
-    sharing_exponent: float
-    demand_blocks: float
-    current_kv_blocks: int
+    batch: float
+    """Tokens of a mean decode step."""
+    decode_misses_by_cap: tuple[float, ...]
+    union_by_batch: tuple[float, ...]
+    pass_misses_by_cap: tuple[float, ...]
     prompt_tokens_per_s: float
-    prefill_link_s_per_token_by_cap: tuple[float, ...]
-    prefill_compute_s_per_token: float
+    prompt_passes_per_s: float
+    pass_tokens: float
+    """Prompt tokens of a pass, for work that is known in tokens only."""
+    pass_ratio: float
+    preempted_tokens_per_s: float
+    fetch_s_per_token: float
+    """Seconds to bring a lost token's KV back from a host tier; infinite without one."""
+    demand: tuple[tuple[float, float], ...]
+    """``(blocks needed in full, share of the time)``; empty: KV never limits the batch."""
     reuse: tuple[ReuseBin, ...]
 
     @classmethod
     def from_snapshot(cls, snapshot: ReplicaSnapshot) -> CostModel:
         """Take the constants from ``snapshot``, of which ``missing_evidence`` must be None."""
         layout, kv = snapshot.layout, snapshot.kv
-        copy_s = layout.expert_bytes / snapshot.link_bytes_per_s
-        pass_tokens = _tokens_per_pass(snapshot)
-        # More turns than the engine runs at once wait in any case, not for KV.
-        runnable = min(1.0, layout.max_num_seqs / kv.mean_turns) if kv.mean_turns > 0 else 1.0
+        fetch_bytes = layout.block_bytes / layout.block_tokens
         return cls(
+            layout=layout,
+            split=snapshot.split,
+            copy_s=layout.expert_bytes / snapshot.link_bytes_per_s,
+            fit=_fit(snapshot),
             decode_steps_per_s=snapshot.decode_steps_per_s,
-            decode_link_s_by_cap=tuple(m * copy_s for m in snapshot.decode_misses_by_cap),
-            decode_compute_s_per_step=_compute_s(snapshot.decode, snapshot.decode.steps),
-            sharing_exponent=_sharing_exponent(snapshot.decode, layout),
-            demand_blocks=kv.demand_blocks * runnable,
-            current_kv_blocks=snapshot.split.kv_blocks,
+            batch=_batch(snapshot),
+            decode_misses_by_cap=_decode_misses(snapshot),
+            union_by_batch=_union_by_batch(snapshot),
+            pass_misses_by_cap=_pass_misses(snapshot),
             prompt_tokens_per_s=_prompt_tokens_per_s(snapshot),
-            prefill_link_s_per_token_by_cap=tuple(m * copy_s / pass_tokens for m in _prefill_misses(snapshot)),
-            prefill_compute_s_per_token=_compute_s(snapshot.prefill, snapshot.prefill.tokens),
-            reuse=kv.reuse,
+            prompt_passes_per_s=_prompt_passes_per_s(snapshot),
+            pass_tokens=_tokens_per_pass(snapshot),
+            pass_ratio=_pass_ratio(snapshot),
+            preempted_tokens_per_s=kv.preempted_tokens_per_s,
+            fetch_s_per_token=fetch_bytes / kv.fetch_bytes_per_s if kv.fetch_bytes_per_s > 0 else math.inf,
+            demand=_demand(snapshot),
+            reuse=tuple(_with_passes(one, snapshot) for one in kv.reuse),
         )
 
     def terms(self, split: Split) -> CostTerms:
         """Predicted cost of ``split``."""
-        batch = self._batch_held(split.kv_blocks) / self._batch_held(self.current_kv_blocks)
-        steps_per_s = self.decode_steps_per_s / batch
-        prefilled_per_s = self._prefilled_tokens_per_s(split.kv_blocks)
-        union = batch**self.sharing_exponent
-        link_s = union * _interpolate(self.decode_link_s_by_cap, split.cap / union)
+        relative = self._batch_held(split.kv_blocks) / self._batch_held(self.split.kv_blocks)
+        steps_per_s, batch = self.decode_steps_per_s / relative, self.batch * relative
+        tokens, passes, fetch_s = self._prefills(split.kv_blocks)
+        again = self._preempted_tokens_per_s(split.kv_blocks)
+        passes += again / self.pass_tokens
         return CostTerms(
-            decode_link_s=steps_per_s * link_s,
-            decode_compute_s=steps_per_s * self.decode_compute_s_per_step,
-            prefill_link_s=prefilled_per_s * self.prefill_link_s_per_token_by_cap[split.cap],
-            prefill_compute_s=prefilled_per_s * self.prefill_compute_s_per_token,
+            decode_link_s=steps_per_s * self.decode_misses(split.cap, batch) * self.copy_s,
+            decode_compute_s=steps_per_s * (self.fit.step_s + batch * self.fit.token_s),
+            prefill_link_s=passes * self.pass_misses_by_cap[split.cap] * self.copy_s,
+            prefill_compute_s=passes * self.fit.pass_s + (tokens + again) * self.fit.prompt_token_s + fetch_s,
         )
 
     def cost(self, split: Split) -> float:
         """Predicted engine seconds per second of wall time at ``split``."""
         return self.terms(split).total_s
 
-    def _batch_held(self, kv_blocks: int) -> float:
-        """Part of the demanded batch that ``kv_blocks`` hold at once, in (0, 1]."""
-        if self.demand_blocks <= 0:
-            return 1.0
-        return min(1.0, max(kv_blocks, 1) / self.demand_blocks)
+    def decode_misses(self, cap: int, batch: float) -> float:
+        """Expected misses over all layers of a decode step of ``batch`` tokens at ``cap``."""
+        union = self._union(batch) / self._union(self.batch)
+        return union * _interpolate(self.decode_misses_by_cap, cap / union)
 
-    def _prefilled_tokens_per_s(self, kv_blocks: int) -> float:
-        return max(0.0, self.prompt_tokens_per_s - _kept_tokens_per_s(self.reuse, kv_blocks))
+    def move(self, target: Split) -> MoveTerms:
+        """What moving from the split in effect to ``target`` costs once.
+
+        New slots start empty and each is filled by one copy; new blocks start empty, so that every prefix which they
+        are there to keep is computed once more.
+        """
+        more_slots = max(0, target.cap - self.split.cap) * self.layout.num_layers
+        filled = [one for one in self.reuse if self.split.kv_blocks < one.blocks <= target.kv_blocks]
+        most_tokens = max(0, target.kv_blocks - self.split.kv_blocks) * self.layout.block_tokens
+        kv_s = 0.0
+        if filled:
+            tokens = sum(one.tokens_per_s for one in filled)
+            lost_s = sum(self._lost_s(one, target.cap) for one in filled)
+            kv_s = most_tokens * lost_s / tokens if tokens > 0 else 0.0
+        return MoveTerms(experts_s=more_slots * self.copy_s, kv_s=kv_s)
+
+    def busy_s_per_s(self) -> float:
+        """Predicted cost at the split in effect, to be compared with the measured one."""
+        return self.cost(self.split)
+
+    def _prefills(self, kv_blocks: int) -> tuple[float, float, float]:
+        """Tokens and passes to compute and seconds to fetch, all per second, with ``kv_blocks``."""
+        tokens, passes, fetch_s = self.prompt_tokens_per_s, self.prompt_passes_per_s, 0.0
+        for one in self.reuse:
+            is_kept = one.blocks <= kv_blocks
+            fetched_s = one.tokens_per_s * self.fetch_s_per_token
+            if is_kept or fetched_s < self._lost_s(one, self.split.cap):
+                tokens -= one.tokens_per_s
+                passes -= one.passes_per_s
+                fetch_s += 0.0 if is_kept else fetched_s
+        return max(0.0, tokens), max(0.0, passes) * self.pass_ratio, fetch_s
+
+    def _lost_s(self, lost: ReuseBin, cap: int) -> float:
+        """Seconds per second to compute what ``lost`` would have saved."""
+        pass_s = self.fit.pass_s + self.pass_misses_by_cap[cap] * self.copy_s
+        return lost.passes_per_s * self.pass_ratio * pass_s + lost.tokens_per_s * self.fit.prompt_token_s
+
+    def _preempted_tokens_per_s(self, kv_blocks: int) -> float:
+        here = self._excess(self.split.kv_blocks)
+        return self.preempted_tokens_per_s * min(4.0, self._excess(kv_blocks) / here) if here > 0 else 0.0
+
+    def _excess(self, kv_blocks: int) -> float:
+        """Mean blocks that are demanded beyond ``kv_blocks``."""
+        return sum(share * max(0.0, blocks - kv_blocks) for blocks, share in self.demand)
+
+    def _batch_held(self, kv_blocks: int) -> float:
+        """Part of the demanded batch that ``kv_blocks`` hold at once, mean over time, in (0, 1]."""
+        if not self.demand:
+            return 1.0
+        return sum(share * min(1.0, max(kv_blocks, 1) / blocks) for blocks, share in self.demand)
+
+    def _union(self, batch: float) -> float:
+        if self.union_by_batch:
+            return union_size(self.union_by_batch, batch, most=self.layout.num_experts)
+        return 1.0
+
+
+def union_size(by_batch: Sequence[float], rows: float, *, most: float) -> float:
+    """Distinct experts of one layer that ``rows`` decode rows need, which need not be whole.
+
+    Between known batches a straight line; beyond the last one the growth, as a power of the batch, that the second
+    half of the curve shows.
+
+    Args:
+        by_batch: index b: distinct experts of b rows; index 0 is 0; at least one batch.
+        rows: rows of the batch, above 0.
+        most: experts of a layer.
+    """
+    last = len(by_batch) - 1
+    if rows <= 1:
+        return min(most, by_batch[1])  # a step has one row at least
+    if rows <= last:
+        return min(most, _interpolate(by_batch, rows))
+    middle = max(1, last // 2)
+    growth = 1.0 if last == 1 else math.log(max(by_batch[last] / by_batch[middle], 1.0)) / math.log(last / middle)
+    return min(most, by_batch[last] * math.pow(rows / last, min(growth, 1.0)))
 
 
 def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
@@ -120,22 +231,35 @@ def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
     return None
 
 
-def _interpolate(by_cap: tuple[float, ...], cap: float) -> float:
-    """The curve at a cap between two whole ones; its last value beyond the end."""
-    lower = min(int(cap), len(by_cap) - 1)
-    upper = min(lower + 1, len(by_cap) - 1)
-    return by_cap[lower] + (by_cap[upper] - by_cap[lower]) * (min(cap, upper) - lower)
+def model_error(model: CostModel, snapshot: ReplicaSnapshot) -> float | None:
+    """|predicted - measured| / measured engine time at the split in effect; None where it was not measured."""
+    if snapshot.busy_s_per_s <= 0:
+        return None
+    return abs(model.busy_s_per_s() - snapshot.busy_s_per_s) / snapshot.busy_s_per_s
 
 
-def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
-    """Prompt tokens that turns bring, whether prefilled or found in the prefix cache."""
-    if snapshot.kv.prompt_tokens_per_s > 0:
-        return snapshot.kv.prompt_tokens_per_s
-    return snapshot.prefill_tokens_per_s + _kept_tokens_per_s(snapshot.kv.reuse, snapshot.split.kv_blocks)
+def _interpolate(curve: Sequence[float], place: float) -> float:
+    """The curve between two whole places; its last value beyond the end."""
+    lower = min(int(place), len(curve) - 1)
+    upper = min(lower + 1, len(curve) - 1)
+    return curve[lower] + (curve[upper] - curve[lower]) * (min(place, upper) - lower)
 
 
-def _kept_tokens_per_s(reuse: tuple[ReuseBin, ...], kv_blocks: int) -> float:
-    return sum(b.tokens_per_s for b in reuse if b.blocks <= kv_blocks)
+def _batch(snapshot: ReplicaSnapshot) -> float:
+    if snapshot.decode_tokens_per_s > 0 and snapshot.decode_steps_per_s > 0:
+        return max(1.0, snapshot.decode_tokens_per_s / snapshot.decode_steps_per_s)
+    return max(1.0, snapshot.decode.tokens / snapshot.decode.steps) if snapshot.decode.steps else 1.0
+
+
+def _fit(snapshot: ReplicaSnapshot) -> CostFit:
+    """The fitted constants, else means since the start with all time per step (decode) and per token (prefill)."""
+    if snapshot.fit.num_samples:
+        return snapshot.fit
+    decode, prefill = snapshot.decode, snapshot.prefill
+    return CostFit(
+        step_s=_compute_s(decode, decode.steps),
+        prompt_token_s=_compute_s(prefill, prefill.tokens),
+    )
 
 
 def _compute_s(counts: PagerCounts, num_units: int) -> float:
@@ -143,12 +267,68 @@ def _compute_s(counts: PagerCounts, num_units: int) -> float:
     return max(0.0, counts.seconds - counts.link_seconds) / num_units if num_units else 0.0
 
 
-def _prefill_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
+def _decode_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
+    """The curve seen, scaled to the sessions placed here where they are known to differ from those seen."""
+    curve, ratios = snapshot.decode_misses_by_cap, snapshot.placed_miss_ratio_by_cap
+    if len(ratios) != len(curve):
+        return curve
+    return tuple(misses * ratio for misses, ratio in zip(curve, ratios, strict=True))
+
+
+def _union_by_batch(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
+    """The measured curve, else the power of the batch through one token's top-k and the mean step."""
+    if len(snapshot.decode_union_by_batch) > 1:
+        return snapshot.decode_union_by_batch
+    decode, layout = snapshot.decode, snapshot.layout
+    if decode.steps == 0 or decode.tokens <= decode.steps or decode.distinct == 0:
+        return ()
+    batch = decode.tokens / decode.steps
+    union = decode.distinct / (decode.steps * layout.num_layers)
+    growth = min(1.0, max(0.0, math.log(union / layout.top_k) / math.log(batch)))
+    sizes = (layout.top_k * rows**growth for rows in range(1, layout.max_num_seqs + 1))
+    return (0.0, *sizes)
+
+
+def _pass_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
     """Misses of one prefill step by cap; without a curve, a pass over every expert that is not resident."""
     layout = snapshot.layout
     if len(snapshot.prefill_misses_by_cap) == layout.num_experts + 1:
         return snapshot.prefill_misses_by_cap
     return tuple(float(layout.num_layers * (layout.num_experts - cap)) for cap in range(layout.num_experts + 1))
+
+
+def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
+    """Prompt tokens that turns bring, whether prefilled or found in the prefix cache."""
+    if snapshot.kv.prompt_tokens_per_s > 0:
+        return snapshot.kv.prompt_tokens_per_s
+    return snapshot.prefill_tokens_per_s + _kept(snapshot, "tokens_per_s")
+
+
+def _prompt_passes_per_s(snapshot: ReplicaSnapshot) -> float:
+    """Passes that the prompts would take without a prefix cache."""
+    if snapshot.kv.prompt_passes_per_s > 0:
+        return snapshot.kv.prompt_passes_per_s
+    return _prompt_tokens_per_s(snapshot) / _tokens_per_pass(snapshot)
+
+
+def _with_passes(one: ReuseBin, snapshot: ReplicaSnapshot) -> ReuseBin:
+    """``one`` with the passes that its tokens save, where they were not counted turn by turn."""
+    if snapshot.kv.prompt_passes_per_s > 0:
+        return one
+    return one.model_copy(update={"passes_per_s": one.tokens_per_s / _tokens_per_pass(snapshot)})
+
+
+def _kept(snapshot: ReplicaSnapshot, rate: str) -> float:
+    return sum(float(getattr(one, rate)) for one in snapshot.kv.reuse if one.blocks <= snapshot.split.kv_blocks)
+
+
+def _pass_ratio(snapshot: ReplicaSnapshot) -> float:
+    """Measured prefill steps over predicted ones, at the split in effect."""
+    if snapshot.kv.prompt_passes_per_s <= 0 or snapshot.prefill_steps_per_s <= 0:
+        return 1.0
+    predicted = snapshot.kv.prompt_passes_per_s - _kept(snapshot, "passes_per_s")
+    lowest, highest = _PASS_RATIO_RANGE
+    return min(highest, max(lowest, snapshot.prefill_steps_per_s / predicted)) if predicted > 0 else 1.0
 
 
 def _tokens_per_pass(snapshot: ReplicaSnapshot) -> float:
@@ -157,15 +337,15 @@ def _tokens_per_pass(snapshot: ReplicaSnapshot) -> float:
         return snapshot.prefill_tokens_per_s / snapshot.prefill_steps_per_s
     if snapshot.prefill.steps and snapshot.prefill.tokens:
         return snapshot.prefill.tokens / snapshot.prefill.steps
-    tokens = sum(b.tokens_per_s for b in snapshot.kv.reuse)
-    turns = sum(b.turns_per_s for b in snapshot.kv.reuse)
+    tokens = sum(one.tokens_per_s for one in snapshot.kv.reuse)
+    turns = sum(one.turns_per_s for one in snapshot.kv.reuse)
     return tokens / turns if tokens > 0 and turns > 0 else 1.0
 
 
-def _sharing_exponent(decode: PagerCounts, layout: MemoryLayout) -> float:
-    """γ of distinct experts = top_k · batch^γ: 0 when the tokens of a batch share all experts, 1 when none."""
-    if decode.steps == 0 or decode.tokens <= decode.steps or decode.distinct == 0:
-        return 1.0
-    batch = decode.tokens / decode.steps
-    union = decode.distinct / (decode.steps * layout.num_layers)
-    return min(1.0, max(0.0, math.log(union / layout.top_k) / math.log(batch)))
+def _demand(snapshot: ReplicaSnapshot) -> tuple[tuple[float, float], ...]:
+    """Blocks needed in full over time, without turns that wait for the engine's own limit rather than for KV."""
+    kv, layout = snapshot.kv, snapshot.layout
+    runnable = min(1.0, layout.max_num_seqs / kv.mean_turns) if kv.mean_turns > 0 else 1.0
+    if kv.demand:
+        return tuple((one.blocks * runnable, one.share) for one in kv.demand if one.blocks > 0)
+    return ((kv.demand_blocks * runnable, 1.0),) if kv.demand_blocks > 0 else ()

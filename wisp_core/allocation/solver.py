@@ -92,6 +92,18 @@ def clamp(snapshot: ReplicaSnapshot, split: Split) -> Split | None:
     return Split(cap=widest.cap, kv_blocks=kv_blocks if kv_blocks >= floor_blocks(snapshot) else widest.kv_blocks)
 
 
+def largest_cap_within(snapshot: ReplicaSnapshot, experts_bytes: float) -> Split | None:
+    """The feasible split of the largest cap whose experts take at most ``experts_bytes``, else of the smallest cap.
+
+    None when nothing is feasible.
+    """
+    table = snapshot.layout.experts_bytes_by_cap
+    feasible = feasible_splits(snapshot)
+    within = [split for split in feasible if table[split.cap] <= experts_bytes]
+    found = within[-1:] or feasible[:1]
+    return found[0] if found else None
+
+
 def solve(snapshot: ReplicaSnapshot, cost: Callable[[Split], float]) -> Solution | None:
     """The split of least ``cost`` among ``feasible_splits``; None when nothing is feasible.
 
