@@ -60,7 +60,8 @@ class ReplicaSettings(Section):
     )
     host_store_dir: str | None = Field(
         default=None,
-        description="GPU only: memory file system (/dev/shm) where a host's replicas keep one copy of the experts.",
+        description="Memory file system (/dev/shm) where a host's replicas keep one copy of the experts, which a "
+        "replica that restarts need not read again.",
     )
     barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")

@@ -50,8 +50,9 @@ class WispSettings(BaseModel):
     )
     host_store_dir: str | None = Field(
         default=None,
-        description="GPU only: directory of a memory file system (/dev/shm) in which this host's replicas keep one "
-        "copy of the experts; it stays when they end. None: a copy of this process's own.",
+        description="Directory of a memory file system (/dev/shm) in which this host's replicas keep one copy of the "
+        "experts; it stays when they end, so that a restart does not read them again. None: a copy of this process's "
+        "own. A plain `vllm serve` needs `--load-format wisp` to spare the reading too.",
     )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
 

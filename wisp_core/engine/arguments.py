@@ -8,6 +8,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from wisp_core.errors import ConfigurationError
+from wisp_core.pager.expert_loader import LOAD_FORMAT
 from wisp_core.settings import WispSettings
 
 _OWNED = {
@@ -42,6 +43,7 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
     at_start = settings.model_copy(update={"cap": None})
     return {
         **_defaults(),
+        **({"load_format": LOAD_FORMAT} if settings.host_store_dir is not None else {}),
         **engine_args,
         **(_CPU if current_platform.is_cpu() else _GPU),
         # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.

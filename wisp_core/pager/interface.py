@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import PagerCounts
+from wisp_core.pager.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class ExpertPager(Protocol):
     num_experts: int
     top_k: int
     cap: int
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """Where the host tensors come from."""
+        ...
 
     can_observe: bool
     """Whether ``observer`` may be set: where the device decides, the host does not see the routing."""

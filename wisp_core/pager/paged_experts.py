@@ -10,7 +10,7 @@ The paged body is one opaque custom op, because on CPU vLLM traces this layer in
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import (
     LayerNameType,
     _encode_layer_name,
@@ -30,7 +31,8 @@ from vllm.utils.torch_utils import (
 )
 
 from wisp_core.memory.memfd import MemfdBacking
-from wisp_core.pager.host_files import HostFiles, checkpoint_facts, store_key
+from wisp_core.pager.host_files import HostFiles, checkpoint_facts
+from wisp_core.pager.host_memory import PageableMemory
 from wisp_core.pager.host_store import paged_parameters
 from wisp_core.pager.interface import ExpertPager, ForwardInfo
 from wisp_core.pager.pager import Pager
@@ -41,6 +43,8 @@ from wisp_core.settings import WispSettings
 logger = init_logger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 
+_OF_CHECKPOINTS = {"auto", "hf", "safetensors", "wisp"}  # load formats that give the same weights
+
 RunLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], ForwardInfo | None]], torch.Tensor]
 """Computes one paged layer: ``(x, topk_weights, topk_ids, describe) -> output``."""
 
@@ -50,7 +54,6 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 
     _pager: ExpertPager | None = None
     _pager_index: int = 0
-    _is_loaded: bool = False
     _run: RunLayer
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
@@ -66,13 +69,12 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self._pager = _pager_of_engine(vllm_config, moe_config, settings, platform)
         self._pager_index = self._pager.add_layer()
         self._run = platform.runner(self._pager, self._pager_index, self)
-        self._is_loaded = platform.is_loaded(self._pager)
-        self._intercept(quant_method, self._pager, platform)
+        self._intercept(quant_method, self._pager)
         return quant_method
 
     def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Load a part of a parameter, unless another process on this host has done so."""
-        if not self._is_loaded:
+        if self._pager is None or not self._pager.host_memory.is_filled:
             return super().weight_loader(*args, **kwargs)
         return True if kwargs.get("return_success") else None
 
@@ -93,24 +95,31 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         """Body of the custom op."""
         return self._run(x, topk_weights, topk_ids, _describe_forward)
 
-    def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager, platform: _Platform) -> None:
+    def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager) -> None:
         """Create this layer's weights in host memory and page them once they are in the kernel's format."""
+        host = pager.host_memory
         create_weights: Callable[..., None] = quant_method.create_weights
         process_weights: Callable[..., None] = quant_method.process_weights_after_loading
 
         def create_in_host_memory(layer: RoutedExperts, **kwargs: Any) -> None:
-            with platform.host_memory(pager):
+            with host.creating():
                 create_weights(layer=layer, **kwargs)
 
         def process_and_page(layer: RoutedExperts) -> None:
-            process_weights(layer)
+            # What another process has loaded is in the kernel's format already.
+            with weights_already_processed() if host.is_filled else nullcontext():
+                process_weights(layer)
             parameters = paged_parameters(self.layer_name, self.named_parameters(recurse=False), pager.num_experts)
-            slots = pager.page_layer(self._pager_index, {name: p.data for name, p in parameters.items()})
+            if host.is_filled:
+                tensors = host.attach(self._pager_index)
+            else:
+                tensors = host.publish(self._pager_index, {name: p.data for name, p in parameters.items()})
+            slots = pager.page_layer(self._pager_index, tensors)
             for name, parameter in parameters.items():
                 # Only .data: kernels and quantization configs hold these very Parameter objects.
                 parameter.data = slots[name]
             if pager.is_ready:
-                platform.finish_loading(pager)
+                host.finish()
                 _log_ready(pager)
 
         # Else vLLM moves each layer to the device for post-processing and back to the host afterwards.
@@ -127,17 +136,13 @@ class _Host:
     """On CPU: the host decides, and the kernel runs once per sub-batch of rows."""
 
     def pager(self, settings: WispSettings, moe_config: FusedMoEConfig, vllm_config: Any) -> ExpertPager:
-        return Pager(settings, moe_config.num_experts, moe_config.experts_per_token, MemfdBacking())
-
-    def is_loaded(self, pager: ExpertPager) -> bool:
-        return False
-
-    def finish_loading(self, pager: ExpertPager) -> None:
-        """Nobody waits."""
-
-    def host_memory(self, pager: ExpertPager) -> AbstractContextManager[Any]:
-        device: AbstractContextManager[Any] = torch.device("cpu")
-        return device
+        return Pager(
+            settings,
+            moe_config.num_experts,
+            moe_config.experts_per_token,
+            MemfdBacking(),
+            PageableMemory(_host_files(settings, vllm_config)),
+        )
 
     def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
         def run(
@@ -189,17 +194,6 @@ class _Device:
             host_memory=PinnedMemory(settings.host_memory_bytes, _host_files(settings, vllm_config)),
         )
 
-    def is_loaded(self, pager: Any) -> bool:
-        return bool(pager.host_memory.is_filled)
-
-    def finish_loading(self, pager: Any) -> None:
-        pager.host_memory.finish()
-
-    def host_memory(self, pager: Any) -> AbstractContextManager[Any]:
-        from wisp_core.pager.pinned_memory import EmptyInPinnedMemory
-
-        return EmptyInPinnedMemory(pager.host_memory)
-
     def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
         from wisp_core.pager.device.layer_runner import LayerRunner
 
@@ -213,18 +207,21 @@ def _host_files(settings: WispSettings, vllm_config: Any) -> HostFiles | None:
     """The copy that this host's replicas share, keyed by all that its bytes depend on."""
     if settings.host_store_dir is None:
         return None
-    model = vllm_config.model_config
-    facts = {
-        "layout": 1,
-        "vllm": vllm.__version__,
-        "model": model.model,
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    subject = {
+        "model": str(model.model),
         "revision": model.revision,
-        "files": checkpoint_facts(model.model),
         "dtype": str(model.dtype),
-        "config": model.hf_config.to_dict(),
-        "load_format": str(vllm_config.load_config.load_format),
+        "device": vllm_config.device_config.device_type,  # whose kernels' format it is
+        "load_format": "checkpoint" if load_format in _OF_CHECKPOINTS else load_format,
     }
-    return HostFiles(Path(settings.host_store_dir), store_key(facts))
+    version = {
+        "vllm": vllm.__version__,
+        "files": checkpoint_facts(model.model),
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "config": model.hf_config.to_dict(),
+    }
+    return HostFiles(Path(settings.host_store_dir), subject=subject, version=version)
 
 
 def _platform(device_type: str) -> _Platform:

@@ -17,6 +17,7 @@ from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedModelError
 from wisp_core.memory.region import Backing
 from wisp_core.pager.counters import ForwardCounter
+from wisp_core.pager.host_memory import HostMemory, PageableMemory
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
 from wisp_core.pager.interface import ForwardInfo, ForwardObserver
@@ -54,8 +55,16 @@ class Pager:
 
     can_observe = True
 
-    def __init__(self, settings: WispSettings, num_experts: int, top_k: int, backing: Backing) -> None:
+    def __init__(
+        self,
+        settings: WispSettings,
+        num_experts: int,
+        top_k: int,
+        backing: Backing,
+        host_memory: HostMemory | None = None,
+    ) -> None:
         """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
+        self.host_memory = host_memory if host_memory is not None else PageableMemory()
         self.num_experts = num_experts
         self.top_k = top_k
         self.observer: ForwardObserver | None = None

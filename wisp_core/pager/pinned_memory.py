@@ -1,17 +1,17 @@
 """Host memory that a GPU reads in place: mapped at aligned addresses and page-locked at its exact size.
 
 torch's pinned allocator rounds sizes up to powers of two, and rows that start off 128 bytes cross the link 4 % slower;
-so experts get mappings of their own. They are shared mappings of anonymous files (``/memfd:wisp-host``), which the
-system counts as shared memory. Replicas on one host can share them instead (`wisp_core.pager.host_files`).
+so experts get mappings of their own, on huge pages where the system grants them. Replicas on one host can share them
+instead (`wisp_core.pager.host_files`).
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import psutil
@@ -19,13 +19,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from wisp_core.errors import ConfigurationError
-from wisp_core.pager.host_files import HostFiles
-
-ALIGNMENT_BYTES = 2 << 20
-"""Where a tensor starts: a huge page of the host and a page of the device."""
+from wisp_core.memory.populate import populate
+from wisp_core.pager.host_files import ALIGNMENT_BYTES, HostFiles, file_system_type
 
 _SPARE_BYTES = 1 << 30
 """What the preflight leaves to the rest of the machine."""
+
+_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
 class PinnedMemory:
@@ -34,8 +34,15 @@ class PinnedMemory:
     def __init__(self, budget_bytes: int | None = None, files: HostFiles | None = None) -> None:
         """Use at most ``budget_bytes``; None: what the system reports as available at each allocation.
 
-        With ``files``, tensors are those that the host's replicas share.
+        With ``files``, tensors are those that the host's replicas share; what another process has loaded takes no
+        further memory and is not counted. Raises ConfigurationError when those lie on a disk.
         """
+        if files is not None and file_system_type(files.directory) not in _MEMORY_FILE_SYSTEMS:
+            raise ConfigurationError(
+                f"additional_config.wisp.host_store_dir: {files.directory} lies on "
+                f"{file_system_type(files.directory)}, whose pages cannot be locked for a GPU; name a memory file "
+                "system such as /dev/shm"
+            )
         self._budget_bytes = budget_bytes
         self._files = files
         self._locked: list[torch.Tensor] = []
@@ -49,36 +56,65 @@ class PinnedMemory:
         Raises ConfigurationError, with the numbers, when it does not fit or CUDA refuses to lock it.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not self.is_filled:
-            self._check(num_bytes)
-        tensor = self._pages(num_bytes).view(dtype).view(shape)
-        try:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"host memory: CUDA cannot page-lock {num_bytes} bytes after {self.used_bytes} ({error}); a GPU reads "
-                "experts in place, so they must be: raise the limit of locked memory (ulimit -l, or the container's)"
-            ) from error
-        self._locked.append(tensor)
-        self.used_bytes += num_bytes
-        return tensor
+        self._check(num_bytes)
+        return self._lock(self._pages(num_bytes)).view(dtype).view(shape)
 
     @property
     def is_filled(self) -> bool:
-        """Whether the tensors hold their final content already, since another process has loaded them."""
+        """See `wisp_core.pager.host_memory.HostMemory`."""
         return self._files is not None and self._files.is_attached
 
+    def creating(self) -> AbstractContextManager[Any]:
+        """See `wisp_core.pager.host_memory.HostMemory`. What is never written takes no memory."""
+        context: AbstractContextManager[Any] = torch.device("cpu") if self.is_filled else EmptyInPinnedMemory(self)
+        return context
+
+    def publish(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `wisp_core.pager.host_memory.HostMemory`."""
+        return dict(tensors) if self._files is None else self._files.publish(layer, tensors)
+
+    def attach(self, layer: int) -> dict[str, torch.Tensor]:
+        """See `wisp_core.pager.host_memory.HostMemory`. Raises ConfigurationError when CUDA refuses to lock it."""
+        assert self._files is not None, "only a shared copy is ever filled by others"
+        tensors = self._files.attach(layer)
+        for tensor in tensors.values():
+            self._lock(tensor)
+        return tensors
+
     def finish(self) -> None:
-        """All tensors hold their final content."""
+        """See `wisp_core.pager.host_memory.HostMemory`."""
         if self._files is not None:
             self._files.finish()
 
+    def _lock(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"host memory: CUDA cannot page-lock {tensor.nbytes} bytes after {self.used_bytes} ({error}); a GPU "
+                "reads experts in place, so they must be: raise the limit of locked memory (ulimit -l, or the "
+                "container's)"
+            ) from error
+        self._locked.append(tensor)
+        self.used_bytes += tensor.nbytes
+        return tensor
+
     def _pages(self, num_bytes: int) -> torch.Tensor:
         if self._files is not None:
-            return self._files.next_tensor(num_bytes, ALIGNMENT_BYTES)
-        pages = torch.frombuffer(_map(num_bytes + ALIGNMENT_BYTES), dtype=torch.uint8)
+            return self._files.allocate(num_bytes)
+        mapping = mmap.mmap(-1, num_bytes + ALIGNMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_DONTFORK)  # a child process would copy pages, which locked ones cannot be
+        pages = torch.frombuffer(mapping, dtype=torch.uint8)
         start = -pages.data_ptr() % ALIGNMENT_BYTES  # what lies before and after is never touched, so never backed
-        return pages[start : start + num_bytes]
+        tensor = pages[start : start + num_bytes]
+        try:
+            populate(tensor.data_ptr(), num_bytes)
+        except OSError as error:
+            raise ConfigurationError(
+                f"host memory: {num_bytes} bytes refused after {self.used_bytes} ({error.strerror}); all experts stay "
+                "in host memory: use a machine or a container limit with more, or a smaller model"
+            ) from error
+        return tensor
 
     def _check(self, num_bytes: int) -> None:
         if self._budget_bytes is not None:
@@ -118,13 +154,3 @@ def _unlock(tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
     tensors.clear()
-
-
-def _map(num_bytes: int) -> mmap.mmap:
-    """An anonymous file's mapping; pages come when they are touched or locked."""
-    fd = os.memfd_create("wisp-host", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, num_bytes)
-        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-    finally:
-        os.close(fd)

@@ -10,6 +10,7 @@ def register() -> None:
     """
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
+    import wisp_core.pager.expert_loader  # noqa: F401  # registers its load format
     from wisp_core.errors import ConfigurationError
     from wisp_core.pager.paged_experts import PagedRoutedExperts
 
