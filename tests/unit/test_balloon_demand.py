@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, Turn, WindowedRate
+from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, TimeShares, Turn
 
 
 def turn(prompt: int, output: int = 0, limit: int = 100, held: int = 0) -> Turn:
@@ -64,11 +66,21 @@ def test_a_long_silence_is_charged_with_the_state_that_held() -> None:
     assert demand.peak_demand_blocks(1000.0) == 5
 
 
-def test_a_rate_covers_the_window_or_the_time_since_the_start() -> None:
-    rate = WindowedRate(window_s=10.0)
-    assert rate.per_s(0.0, observed_s=0.0) == 0.0
-    rate.add(1.0, 600)
-    rate.add(4.0, 200)
-    assert rate.per_s(4.0, observed_s=4.0) == pytest.approx(200.0)
-    assert rate.per_s(11.5, observed_s=11.5) == pytest.approx(20.0)
-    assert rate.per_s(30.0, observed_s=30.0) == 0.0
+def test_demand_is_kept_as_shares_of_the_time_at_work() -> None:
+    shares = TimeShares([1, 4, 16], memory_s=100.0)
+    assert shares.bins() == []
+    shares.observe(0.0, 3)
+    shares.observe(6.0, 99)  # beyond the last edge
+    shares.observe(8.0, 0)  # idle: says nothing about demand
+    shares.advance(1000.0)
+    bins = dict(shares.bins())
+    assert bins[4] == pytest.approx(0.75, rel=0.02)
+    assert bins[4] + bins[16] == pytest.approx(1.0)
+
+
+def test_demand_of_long_ago_fades() -> None:
+    shares = TimeShares([1, 4, 16], memory_s=5.0)
+    shares.observe(0.0, 16)
+    shares.observe(20.0, 4)
+    shares.advance(25.0)
+    assert dict(shares.bins())[4] == pytest.approx(1 - math.exp(-1), rel=0.05)

@@ -24,7 +24,7 @@ from wisp_core.engine.openai_app import openai_app, serve_args
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.session_tally import EVERYONE
-from wisp_core.engine.telemetry import RateWindow, build_snapshot
+from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
 from wisp_core.engine.vllm_control import AsyncControl
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.settings import WispSettings
@@ -57,7 +57,7 @@ class _Incarnation:
     control: AsyncControl
     facts: LayoutReport
     resizer: Resizer
-    rates: RateWindow
+    rates: RateMeter
     app: AsgiApp
 
 
@@ -127,7 +127,7 @@ class WispEngine:
         return min(layout.max_model_len, live.resizer.split.kv_blocks * layout.block_tokens)
 
     def engine_pids(self) -> list[int]:
-        """Processes of the engine, this one excluded: vLLM's engine core and its worker."""
+        """Processes of the engine, this one excluded: vLLM's engine core, with the worker in it or beside it."""
         return [process.pid for process in self._processes]
 
     async def snapshot(self) -> ReplicaSnapshot:
@@ -144,9 +144,10 @@ class WispEngine:
             scheduler=scheduler,
             memory=memory,
             pager=pager,
-            rates=live.rates.observe(time.monotonic(), pager.decode, pager.prefill),
+            rates=live.rates.observe(time.monotonic(), reading(pager, scheduler)),
             plan_revision=live.resizer.plan_revision,
             is_resizing=live.resizer.is_resizing,
+            is_draining=live.resizer.is_draining,
         )
         # Between the steps of a resize the pools show neither split: report the one that holds until it is done.
         return snapshot.model_copy(update={"split": live.resizer.split}) if live.resizer.is_resizing else snapshot
@@ -229,7 +230,7 @@ class WispEngine:
             control=control,
             facts=facts,
             resizer=resizer,
-            rates=RateWindow(request.settings.window_s),
+            rates=RateMeter(request.settings.window_s),
             app=await openai_app(llm, args),
         )
 

@@ -14,7 +14,7 @@ from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Signatu
 from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.resizer import Resizer
-from wisp_core.engine.telemetry import RateWindow, build_snapshot
+from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
 from wisp_core.engine.vllm_control import LocalControl
 from wisp_core.errors import ConfigurationError
 from wisp_core.settings import WispSettings
@@ -42,7 +42,7 @@ class OfflineEngine:
         self._resizer: Resizer | None = None
         if settings is not None:
             self._control = LocalControl(self.llm)
-            self._rates = RateWindow(settings.window_s)
+            self._rates = RateMeter(settings.window_s)
             self._facts = _run(self._control.layout())
             self._resizer = Resizer(
                 self._control,
@@ -80,16 +80,16 @@ class OfflineEngine:
     def snapshot(self) -> ReplicaSnapshot:
         """State, demand and rates now."""
         resizer = self._paged()
-        pager = _run(self._control.pager_report())
+        pager, scheduler = _run(self._control.pager_report()), _run(self._control.scheduler_report())
         return build_snapshot(
             replica_id=REPLICA_ID,
             incarnation=self.incarnation,
             model=self.llm.llm_engine.model_config.model,
             facts=self._facts,
-            scheduler=_run(self._control.scheduler_report()),
+            scheduler=scheduler,
             memory=_run(self._control.memory_report()),
             pager=pager,
-            rates=self._rates.observe(time.monotonic(), pager.decode, pager.prefill),
+            rates=self._rates.observe(time.monotonic(), reading(pager, scheduler)),
             plan_revision=resizer.plan_revision,
             is_resizing=False,
         )

@@ -21,6 +21,10 @@ class SchedulerReport(Value):
     taken_groups: tuple[int, ...]
     command_seconds: float
     """Time spent in commands since the start, in which no step ran."""
+    steps: int = 0
+    """Steps since the start."""
+    step_seconds: float = 0.0
+    """Time since the start in which a step was under way."""
     kv: KvDemand
 
 
@@ -54,4 +58,5 @@ class PagerReport(Value):
     prefill: PagerCounts
     decode_misses_by_cap: tuple[float, ...]
     prefill_misses_by_cap: tuple[float, ...]
+    decode_union_by_batch: tuple[float, ...] = ()
     resident: tuple[tuple[int, ...], ...]

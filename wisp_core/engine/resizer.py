@@ -39,6 +39,7 @@ class Resizer:
         self._incarnation = incarnation
         self._drain_timeout_s = drain_timeout_s
         self._in_progress: int | None = None
+        self._is_draining = False
         self._handled: dict[int, ResizeOutcome] = {}
         self._last_revision = 0
         self.split = Split(cap=0, kv_blocks=0)
@@ -47,6 +48,11 @@ class Resizer:
     def is_resizing(self) -> bool:
         """Whether a resize is in progress."""
         return self._in_progress is not None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a resize waits for running turns to end: new ones should go elsewhere."""
+        return self._is_draining
 
     @property
     def plan_revision(self) -> int:
@@ -127,6 +133,7 @@ class Resizer:
 
     async def _act_drained(self, move: Move, taken: list[int]) -> float:
         """`_act` while nothing runs; returns the time from the drained state to the end, in seconds."""
+        self._is_draining = True
         try:
             try:
                 await self._control.drain(self._drain_timeout_s)
@@ -136,6 +143,7 @@ class Resizer:
             await self._act(move, taken)
             return time.perf_counter() - started_s
         finally:
+            self._is_draining = False
             await self._control.resume()
 
     async def _act(self, move: Move, taken: list[int]) -> None:

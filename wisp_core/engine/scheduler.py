@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.reports import SchedulerReport, TakeReport
+from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.turn_meter import TurnMeter
 from wisp_core.settings import WispSettings
 
@@ -35,6 +36,7 @@ class WispSchedulerMixin:
             max_blocks=len(scheduler.kv_cache_manager.block_pool.blocks),
             window_s=settings.window_s,
         )
+        self._wisp_steps = StepTimes()
         self._wisp_command_seconds = 0.0
         self._wisp_commands: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
@@ -82,6 +84,8 @@ class WispSchedulerMixin:
             usable_blocks=self._wisp_balloon.usable_blocks,
             taken_groups=tuple(self._wisp_balloon.taken),
             command_seconds=self._wisp_command_seconds,
+            steps=self._wisp_steps.steps,
+            step_seconds=self._wisp_steps.seconds,
             kv=self._wisp_meter.demand(now_s),
         ).model_dump()
 
@@ -94,14 +98,24 @@ class WispSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Decide the next step."""
+        started_s = time.monotonic()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if output.total_num_scheduled_tokens:
+            self._wisp_steps.note_start(started_s)
         if output.scheduled_new_reqs:
             self._wisp_meter.note_admitted([new.req_id for new in output.scheduled_new_reqs])
         return output
 
-    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
-        self._wisp_meter.note_preemption()
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Take in a step's tokens: the end of the step."""
+        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        self._wisp_steps.note_end(time.monotonic())
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        lost_tokens = request.num_computed_tokens
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._wisp_meter.note_preemption(lost_tokens)
 
     def _free_blocks(self, request: Any) -> None:
         self._wisp_meter.note_finished(request)

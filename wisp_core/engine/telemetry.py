@@ -1,63 +1,74 @@
-"""Turns cumulative counters into the rates of a snapshot, over a sliding window."""
+"""Turns cumulative counters into the rates of a snapshot."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
-from wisp_core.contracts import KvDemand, PagerCounts, ReplicaSnapshot, Split
+from wisp_core.contracts import CostFit, KvDemand, ReplicaSnapshot, Split
+from wisp_core.engine.cost_fit import Reading, StepFit
 from wisp_core.engine.reports import LayoutReport, MemoryReport, PagerReport, SchedulerReport
+from wisp_core.working_set.forgetting import Forgetting
 
-
-class _Sample(NamedTuple):
-    time_s: float
-    decode: PagerCounts
-    prefill: PagerCounts
+_FIT_WINDOWS = 12.0
+"""The fit looks back this many windows: an engine's constants change slower than its work."""
 
 
 class Rates(NamedTuple):
-    """Per second, over ``window_s`` seconds."""
+    """Per second; what is ``memory_s`` seconds old weighs 1/e. ``window_s`` is the span looked at so far."""
 
     window_s: float
     decode_steps: float
     decode_tokens: float
     prefill_steps: float
     prefill_tokens: float
+    busy_s: float
+    fit: CostFit
 
 
-class RateWindow:
-    """Keeps the counters of the last ``window_s`` seconds."""
+class RateMeter:
+    """Turns cumulative counters into decayed rates, and fits the engine's constants to them."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._samples: deque[_Sample] = deque()
+    def __init__(self, memory_s: float) -> None:
+        self._memory = Forgetting(memory_s)
+        self._fit = StepFit(_FIT_WINDOWS * memory_s)
+        self._last: tuple[float, Reading] | None = None
+        self._span_s = 0.0
+        self._sums = [0.0] * 5
 
-    def observe(self, now_s: float, decode: PagerCounts, prefill: PagerCounts) -> Rates:
-        """Add a reading and compare it with the oldest one inside the window; all zero for the first."""
-        self._samples.append(_Sample(now_s, decode, prefill))
-        # Keep one sample at or beyond the edge, so that the span covers the whole window.
-        while len(self._samples) > 2 and self._samples[1].time_s <= now_s - self._window_s:
-            self._samples.popleft()
-        first = self._samples[0]
-        span_s = now_s - first.time_s
-        if span_s <= 0:
-            return Rates(0.0, 0.0, 0.0, 0.0, 0.0)
-        return Rates(
-            span_s,
-            (decode.steps - first.decode.steps) / span_s,
-            (decode.tokens - first.decode.tokens) / span_s,
-            (prefill.steps - first.prefill.steps) / span_s,
-            (prefill.tokens - first.prefill.tokens) / span_s,
+    def observe(self, now_s: float, reading: Reading) -> Rates:
+        """Add a reading; all rates are zero for the first, and counters that went back start anew."""
+        fit = self._fit.observe(now_s, reading)
+        keep = self._memory.keep(now_s)
+        if self._last is not None and reading.steps >= self._last[1].steps:
+            last_s, last = self._last
+            pairs = zip(_totals(reading), _totals(last), strict=True)
+            self._sums = [keep * old + now - before for old, (now, before) in zip(self._sums, pairs, strict=True)]
+            self._span_s = keep * self._span_s + now_s - last_s
+        self._last = (now_s, reading)
+        decode_steps, decode_tokens, passes, prompt_tokens, busy_s = (
+            amount / self._span_s if self._span_s > 0 else 0.0 for amount in self._sums
         )
+        return Rates(self._span_s, decode_steps, decode_tokens, passes, prompt_tokens, busy_s, fit)
+
+
+def reading(pager: PagerReport, scheduler: SchedulerReport) -> Reading:
+    """The counters of two reports of one moment."""
+    return Reading(pager.decode, pager.prefill, scheduler.steps, scheduler.step_seconds)
+
+
+def _totals(reading: Reading) -> tuple[float, float, float, float, float]:
+    decode, prefill = reading.decode, reading.prefill
+    return decode.steps, decode.tokens, prefill.steps, prefill.tokens, reading.step_seconds
 
 
 def link_bytes_per_s(pager: PagerReport, emulated_bytes_per_s: float | None) -> float:
     """Speed of expert copies: the emulated one, or what was measured since the start (0 before any copy)."""
     if emulated_bytes_per_s is not None:
         return emulated_bytes_per_s
-    seconds = pager.decode.link_seconds + pager.prefill.link_seconds
-    moved_bytes = pager.decode.missed_bytes + pager.prefill.missed_bytes
-    return moved_bytes / seconds if seconds > 0 else 0.0
+    # Where prefills read host memory in place, their transfers are not timed.
+    timed = [counts for counts in (pager.decode, pager.prefill) if counts.link_seconds > 0]
+    seconds = sum(counts.link_seconds for counts in timed)
+    return sum(counts.missed_bytes for counts in timed) / seconds if timed else 0.0
 
 
 def build_snapshot(
@@ -72,6 +83,7 @@ def build_snapshot(
     rates: Rates,
     plan_revision: int,
     is_resizing: bool,
+    is_draining: bool = False,
 ) -> ReplicaSnapshot:
     """Put the reports of one moment together."""
     return ReplicaSnapshot(
@@ -82,6 +94,7 @@ def build_snapshot(
         split=Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks),
         plan_revision=plan_revision,
         is_resizing=is_resizing,
+        is_draining=is_draining,
         budget_bytes=facts.budget_bytes,
         other_bytes=facts.other_bytes,
         resident_bytes=memory.resident_bytes,
@@ -94,6 +107,9 @@ def build_snapshot(
         decode_tokens_per_s=rates.decode_tokens,
         decode_misses_by_cap=pager.decode_misses_by_cap,
         prefill_misses_by_cap=pager.prefill_misses_by_cap,
+        decode_union_by_batch=pager.decode_union_by_batch,
+        busy_s_per_s=rates.busy_s,
+        fit=rates.fit,
         link_bytes_per_s=link_bytes_per_s(pager, facts.emulated_link_bytes_per_s),
         is_link_emulated=facts.emulated_link_bytes_per_s is not None,
         kv=_within_range(scheduler.kv, facts.layout.max_kv_blocks),

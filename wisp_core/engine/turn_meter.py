@@ -7,10 +7,11 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from wisp_core.contracts import KvDemand
+from wisp_core.contracts import DemandBin, KvDemand
 from wisp_core.engine.block_balloon import BlockBalloon
-from wisp_core.memory.kv_demand import DemandMeter, Turn, WindowedRate
-from wisp_core.memory.kv_reuse import PrefixReuse
+from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
+from wisp_core.memory.kv_reuse import PrefixReuse, block_edges, passes_of
+from wisp_core.working_set.forgetting import DecayedSum
 
 _REMEMBERED_POOLS = 4
 """Prefix blocks are remembered up to this many times the largest pool: reuse further apart is out of reach anyhow."""
@@ -26,10 +27,16 @@ class TurnMeter:
         self._balloon = balloon
         self._block_tokens = block_tokens
         self._demand = DemandMeter(window_s=window_s, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
+        self._pass_tokens = int(scheduler.max_num_scheduled_tokens)
         self._reuse = PrefixReuse(
-            max_blocks=_REMEMBERED_POOLS * max_blocks, block_tokens=block_tokens, window_s=window_s
+            max_blocks=_REMEMBERED_POOLS * max_blocks,
+            block_tokens=block_tokens,
+            pass_tokens=self._pass_tokens,
+            memory_s=window_s,
         )
-        self._prompts = WindowedRate(window_s)
+        self._shares = TimeShares(block_edges(_REMEMBERED_POOLS * max_blocks), window_s)
+        self._prompt_tokens, self._prompt_passes = DecayedSum(window_s), DecayedSum(window_s)
+        self._preempted_tokens = DecayedSum(window_s)
         self._started_s = time.monotonic()
         self._preemptions = 0
 
@@ -42,7 +49,8 @@ class TurnMeter:
         """Everything measured; ``now_s`` on the monotonic clock."""
         running, waiting = self._turns()
         used_blocks = self._balloon.used_blocks
-        self._demand.observe(now_s, used_blocks=used_blocks, running=running, waiting=waiting)
+        self._observe(now_s, running, waiting)
+        observed_s = now_s - self._started_s
         return KvDemand(
             running_turns=len(running),
             waiting_turns=len(waiting),
@@ -52,31 +60,39 @@ class TurnMeter:
             cached_blocks=self._balloon.num_cached_blocks(),
             mean_turns=self._demand.mean_turns(now_s),
             preemptions=self._preemptions,
-            prompt_tokens_per_s=self._prompts.per_s(now_s, now_s - self._started_s),
-            reuse=self._reuse.bins(now_s, now_s - self._started_s),
+            prompt_tokens_per_s=self._prompt_tokens.per_s(now_s, observed_s),
+            prompt_passes_per_s=self._prompt_passes.per_s(now_s, observed_s),
+            preempted_tokens_per_s=self._preempted_tokens.per_s(now_s, observed_s),
+            demand=tuple(DemandBin(blocks=blocks, share=share) for blocks, share in self._shares.bins()),
+            reuse=self._reuse.bins(now_s, observed_s),
         )
 
     def note_change(self) -> None:
         """Turns came or went."""
-        running, waiting = self._turns()
-        used_blocks = self._balloon.used_blocks
-        self._demand.observe(time.monotonic(), used_blocks=used_blocks, running=running, waiting=waiting)
+        self._observe(time.monotonic(), *self._turns())
 
     def note_admitted(self, request_ids: list[str]) -> None:
         """Turns got their first blocks; a preempted one that comes back is not among them."""
         now_s = time.monotonic()
         for request_id in request_ids:
             request = self._scheduler.requests[request_id]
-            self._prompts.add(now_s, request.num_prompt_tokens)
+            self._prompt_tokens.add(now_s, request.num_prompt_tokens)
+            self._prompt_passes.add(now_s, passes_of(request.num_prompt_tokens, self._pass_tokens))
             if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
                 num_full = request.num_prompt_tokens // self._block_tokens
                 num_reusable = (request.num_prompt_tokens - 1) // self._block_tokens
-                self._reuse.admit(self._hashes(request)[:num_full], now_s, num_reusable=num_reusable)
+                self._reuse.admit(
+                    self._hashes(request)[:num_full],
+                    now_s,
+                    num_reusable=num_reusable,
+                    prompt_tokens=request.num_prompt_tokens,
+                )
         self.note_change()
 
-    def note_preemption(self) -> None:
-        """A running turn lost its blocks."""
+    def note_preemption(self, lost_tokens: int) -> None:
+        """A running turn lost its blocks, with ``lost_tokens`` computed tokens in them."""
         self._preemptions += 1
+        self._preempted_tokens.add(time.monotonic(), lost_tokens)
 
     def note_finished(self, request: Any) -> None:
         """A turn ends; its blocks stay cached, with its output in them."""
@@ -84,6 +100,11 @@ class TurnMeter:
             self._demand.lengths.observe(request.num_output_tokens)
         if self._scheduler.kv_cache_manager.enable_caching:
             self._reuse.touch(self._hashes(request))
+
+    def _observe(self, now_s: float, running: list[Turn], waiting: list[Turn]) -> None:
+        used_blocks = self._balloon.used_blocks
+        self._demand.observe(now_s, used_blocks=used_blocks, running=running, waiting=waiting)
+        self._shares.observe(now_s, self._demand.demand_blocks)
 
     def _hashes(self, request: Any) -> list[Any]:
         """One hash per full block; vLLM may hash at a finer grain, each hash covering all before it."""

@@ -180,6 +180,7 @@ class WispWorkerMixin:
             prefill=pager.counts_prefill,
             decode_misses_by_cap=pager.decode_misses_by_cap(),
             prefill_misses_by_cap=pager.prefill_misses_by_cap(),
+            decode_union_by_batch=pager.decode_union_by_batch(),
             resident=pager.resident(),
         ).model_dump()
 

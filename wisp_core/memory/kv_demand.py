@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from wisp_core.working_set.forgetting import Forgetting
 
 _FORGETTING = 0.9
 """Weight of the past in the expected output length, per finished turn."""
+
+_LEAST_SHARE = 1e-3
 
 
 def blocks_of(num_tokens: int, block_tokens: int) -> int:
@@ -44,22 +51,37 @@ class OutputLengths:
         return min(turn.max_output_tokens, max(round(self._mean_tokens), turn.output_tokens + 1))
 
 
-class WindowedRate:
-    """Amounts per second over the last ``window_s`` seconds."""
+class TimeShares:
+    """For which share of the time a number was in which range, the time at 0 left out; one weight per range."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._amounts: deque[tuple[float, float]] = deque()
+    def __init__(self, edges: Sequence[int], memory_s: float) -> None:
+        """``edges`` are the upper ends of the ranges, ascending; above the last one counts as the last."""
+        self._edges = list(edges)
+        self._memory = Forgetting(memory_s)
+        self._weights = np.zeros(len(self._edges))
+        self._last_s: float | None = None
+        self._place: int | None = None
 
-    def add(self, now_s: float, amount: float) -> None:
-        """Count ``amount`` now."""
-        self._amounts.append((now_s, amount))
+    def observe(self, now_s: float, value: int) -> None:
+        """``value`` holds from now on."""
+        self.advance(now_s)
+        self._place = min(bisect_left(self._edges, value), len(self._edges) - 1) if value > 0 else None
 
-    def per_s(self, now_s: float, observed_s: float) -> float:
-        """Mean over the window or, early on, over the ``observed_s`` seconds since the start."""
-        while self._amounts and self._amounts[0][0] < now_s - self._window_s:
-            self._amounts.popleft()
-        return sum(amount for _, amount in self._amounts) / max(min(self._window_s, observed_s), 1e-3)
+    def advance(self, now_s: float) -> None:
+        """Charge the time since the last call to what held."""
+        if self._last_s is not None and self._place is not None and now_s > self._last_s:
+            self._weights *= self._memory.keep(now_s)
+            self._weights[self._place] += self._memory.span_s(now_s - self._last_s)
+        self._last_s = now_s
+
+    def bins(self) -> list[tuple[int, float]]:
+        """``(edge, share)`` of the ranges that matter, ascending; shares add up to 1."""
+        total = float(self._weights.sum())
+        if total <= 0:
+            return []
+        shares = self._weights / total
+        kept = [(edge, share) for edge, share in zip(self._edges, shares.tolist(), strict=True) if share > _LEAST_SHARE]
+        return [(edge, share / sum(share for _, share in kept)) for edge, share in kept]
 
 
 class DemandMeter:
@@ -96,6 +118,11 @@ class DemandMeter:
         self._turns = len(running) + len(waiting)
         self._demand_blocks = self._needed(used_blocks, running) + sum(map(self.full_blocks, waiting))
         self._bucket(now_s).note_peak(self._demand_blocks)
+
+    @property
+    def demand_blocks(self) -> int:
+        """Blocks that running and waiting turns need in full, as observed last."""
+        return self._demand_blocks
 
     def mean_turns(self, now_s: float) -> float:
         """Mean number of running and waiting turns over the window."""

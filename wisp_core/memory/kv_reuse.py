@@ -8,12 +8,16 @@ many blocks would still hold it (Mattson et al., 1970). A prefix is a chain: blo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from wisp_core.contracts import ReuseBin
+from wisp_core.working_set.forgetting import Forgetting
 
 _STEPS_PER_OCTAVE = 4
+_LEAST_TOKENS_PER_S = 1e-3
+"""Reuse rarer than this is forgotten: a bin that only fades would be sent for ever."""
 
 
 class StackDistances:
@@ -69,25 +73,38 @@ class StackDistances:
 
 
 class PrefixReuse:
-    """Reuse of prompt prefixes by distance, over the last ``window_s`` seconds."""
+    """Reuse of prompt prefixes by distance; what is ``memory_s`` seconds old weighs 1/e."""
 
-    def __init__(self, *, max_blocks: int, block_tokens: int, window_s: float) -> None:
-        """Remember ``max_blocks`` distinct blocks of ``block_tokens`` tokens each."""
+    def __init__(self, *, max_blocks: int, block_tokens: int, pass_tokens: int, memory_s: float) -> None:
+        """Remember ``max_blocks`` distinct blocks of ``block_tokens`` tokens; a prefill pass takes ``pass_tokens``."""
         self._block_tokens = block_tokens
-        self._window_s = window_s
+        self._pass_tokens = pass_tokens
         self._distances = StackDistances(max_blocks)
-        self._edges = _edges(max_blocks)
-        self._turns: deque[tuple[float, list[int]]] = deque()  # time, tokens per edge index up to the deepest
+        self._edges = block_edges(max_blocks)
+        self._memory = Forgetting(memory_s)
+        self._saved = np.zeros((len(self._edges), 3))  # by edge: turns, tokens, passes
 
-    def admit(self, block_hashes: Sequence[Hashable], now_s: float, *, num_reusable: int | None = None) -> None:
+    def admit(
+        self,
+        block_hashes: Sequence[Hashable],
+        now_s: float,
+        *,
+        num_reusable: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:
         """Count a turn that starts: ``block_hashes`` are its prompt's full blocks, first to last.
 
         Args:
             num_reusable: How many of them vLLM may take from its cache (it computes the last token anyhow).
+            prompt_tokens: Length of the prompt; None: its full blocks.
         """
         tokens = self._tokens_by_edge(block_hashes[:num_reusable])
+        self._saved *= self._memory.keep(now_s)
         if tokens:
-            self._turns.append((now_s, tokens))
+            self._saved[len(tokens) - 1, 0] += 1  # the whole reuse is there only at the deepest distance
+            self._saved[: len(tokens), 1] += tokens
+            to_compute = len(block_hashes) * self._block_tokens if prompt_tokens is None else prompt_tokens
+            self._saved[: len(tokens), 2] += self._passes_by_edge(to_compute, tokens)
         self.touch(block_hashes)
 
     def touch(self, block_hashes: Sequence[Hashable]) -> None:
@@ -96,20 +113,25 @@ class PrefixReuse:
             self._distances.touch(block_hash)
 
     def bins(self, now_s: float, observed_s: float) -> tuple[ReuseBin, ...]:
-        """Rates by distance over the window or, early on, over the ``observed_s`` seconds since the start."""
-        while self._turns and self._turns[0][0] < now_s - self._window_s:
-            self._turns.popleft()
-        tokens, turns = [0] * len(self._edges), [0] * len(self._edges)
-        for _, by_edge in self._turns:
-            turns[len(by_edge) - 1] += 1  # the whole reuse is there only at the deepest distance
-            for edge, count in enumerate(by_edge):
-                tokens[edge] += count
-        span_s = max(min(self._window_s, observed_s), 1e-3)
+        """Rates by distance; early on over the ``observed_s`` seconds since the start."""
+        self._saved *= self._memory.keep(now_s)
+        rates = self._saved / self._memory.span_s(observed_s)
         return tuple(
-            ReuseBin(blocks=blocks, turns_per_s=turns[edge] / span_s, tokens_per_s=tokens[edge] / span_s)
-            for edge, blocks in enumerate(self._edges)
-            if tokens[edge]
+            ReuseBin(blocks=blocks, turns_per_s=turns, tokens_per_s=tokens, passes_per_s=passes)
+            for blocks, (turns, tokens, passes) in zip(self._edges, rates.tolist(), strict=True)
+            if tokens > _LEAST_TOKENS_PER_S
         )
+
+    def _passes_by_edge(self, to_compute: int, saved_tokens: list[int]) -> list[int]:
+        """Passes that each edge's tokens save, when the nearer ones are kept too."""
+        passes = []
+        before = passes_of(to_compute, self._pass_tokens)
+        for tokens in saved_tokens:
+            to_compute -= tokens
+            after = passes_of(to_compute, self._pass_tokens)
+            passes.append(before - after)
+            before = after
+        return passes
 
     def _tokens_by_edge(self, block_hashes: Sequence[Hashable]) -> list[int]:
         by_edge: list[int] = []
@@ -125,7 +147,12 @@ class PrefixReuse:
         return by_edge
 
 
-def _edges(max_blocks: int) -> list[int]:
+def passes_of(num_tokens: int, pass_tokens: int) -> int:
+    """Prefill passes that compute ``num_tokens`` prompt tokens: at least one, for the first new token."""
+    return max(1, -(-num_tokens // pass_tokens))
+
+
+def block_edges(max_blocks: int) -> list[int]:
     """Upper edges of the bins in blocks: every number up to 5, then some 19 % apart."""
     edges = {max_blocks}
     step = 0

@@ -12,6 +12,8 @@ What a step costs at cap C, exactly as `wisp_core.pager.slot_table.SlotTable` ca
 
 For C below top-k, where nothing can run, the second rule is used as it stands; at C = 0 every lookup misses.
 Both rules fall as C grows, and the first never exceeds the second, so every curve is non-increasing.
+
+A prefill is a pass of its own: it brings every expert without a slot once and changes no residency.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from wisp_core.working_set.forgetting import Forgetting
 from wisp_core.working_set.order import NEVER, recency_keys
 
 _ROWS_AT_ONCE = 256  # bounds the [rows, top_k, E] comparison to a few MiB
@@ -35,10 +38,7 @@ def misses_by_cap(last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.inte
         Copies at cap C in entry C; [E + 1].
     """
     num_experts = len(last_use)
-    keys = recency_keys(last_use)
-    rank = np.empty(num_experts, dtype=np.int64)
-    rank[np.argsort(-keys)] = np.arange(num_experts)
-    rank[last_use == NEVER] = num_experts
+    rank = _ranks(last_use)
     is_needed = np.zeros(num_experts, dtype=np.bool_)
     is_needed[topk_ids] = True
     pinned = _at_least(rank[is_needed], num_experts)
@@ -48,6 +48,15 @@ def misses_by_cap(last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.inte
         return pinned
     by_row = _at_least(_row_distances(last_use, topk_ids), num_experts)
     return np.concatenate((by_row[:num_distinct], pinned[num_distinct:]))
+
+
+def _ranks(last_use: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Place of each expert in the order, E if never used; [E]."""
+    num_experts = len(last_use)
+    rank = np.empty(num_experts, dtype=np.int64)
+    rank[np.argsort(-recency_keys(last_use))] = np.arange(num_experts)
+    rank[last_use == NEVER] = num_experts
+    return rank
 
 
 def _at_least(distances: npt.NDArray[np.int64], num_experts: int) -> npt.NDArray[np.int64]:
@@ -79,21 +88,35 @@ def _row_distances(last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.int
     return np.concatenate(distances) if distances else np.empty(topk_ids.shape, dtype=np.int64)
 
 
-class MissCurve:
-    """Mean copies per step at every cap, recent steps weighing more."""
+def pass_misses_by_cap(last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Experts that a prefill brings over the link at every cap: each one without a slot once. Shapes as above."""
+    num_experts = len(last_use)
+    rank = _ranks(last_use)
+    is_needed = np.zeros(num_experts, dtype=np.bool_)
+    is_needed[topk_ids] = True
+    return _at_least(rank[is_needed], num_experts)
 
-    def __init__(self, num_experts: int, half_life_steps: float) -> None:
-        if half_life_steps <= 0:
-            raise ValueError(f"half_life_steps must be positive, got {half_life_steps}")
-        self._decay = 0.5 ** (1.0 / half_life_steps)
+
+class MissCurve:
+    """Mean copies per step at every cap. A step weighs ``exp(-age / memory_s)``, so the curve follows phases.
+
+    Memory is fixed, [E + 1]. The mean needs no step to be there: after a pause it is what it was.
+    """
+
+    def __init__(self, num_experts: int, memory_s: float) -> None:
+        if memory_s <= 0:
+            raise ValueError(f"memory_s must be positive, got {memory_s}")
+        self._memory = Forgetting(memory_s)
         self._misses = np.zeros(num_experts + 1)
         self._weight = 0.0
 
-    def observe(self, last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.integer]) -> None:
-        """Add one step; the arguments are those of `misses_by_cap`, taken before the step is planned."""
-        self._misses *= self._decay
-        self._misses += misses_by_cap(last_use, topk_ids)
-        self._weight = self._weight * self._decay + 1.0
+    def observe(self, last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.integer], now_s: float) -> None:
+        """Add one decode step; the arrays are those of `misses_by_cap`, taken before the step is planned."""
+        self._add(misses_by_cap(last_use, topk_ids), now_s)
+
+    def observe_pass(self, last_use: npt.NDArray[np.int64], topk_ids: npt.NDArray[np.integer], now_s: float) -> None:
+        """Add one prefill; the arrays are those of `pass_misses_by_cap`."""
+        self._add(pass_misses_by_cap(last_use, topk_ids), now_s)
 
     def expected(self) -> npt.NDArray[np.float64] | None:
         """Copies per step by cap, [E + 1]; None before the first step."""
@@ -103,3 +126,9 @@ class MissCurve:
         """Forget every step."""
         self._misses.fill(0.0)
         self._weight = 0.0
+
+    def _add(self, misses: npt.NDArray[np.int64], now_s: float) -> None:
+        keep = self._memory.keep(now_s)
+        self._misses *= keep
+        self._misses += misses
+        self._weight = self._weight * keep + 1.0
