@@ -113,6 +113,10 @@ class ExpertPager(Protocol):
         """Index C: the same per prefill step."""
         ...
 
+    def decode_union_by_batch(self) -> tuple[float, ...]:
+        """Index b: distinct experts of one layer that b decode rows need together; empty where it is not seen."""
+        ...
+
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
         ...

@@ -9,8 +9,8 @@ The paged body is one opaque custom op, because on CPU vLLM traces this layer in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,22 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 PagedRoutedExperts.weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _host_weights(layer: PagedRoutedExperts, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let the layer's parameters be the host's ``tensors`` for one call of its kernel."""
+    parameters = {name: layer.get_parameter(name) for name in tensors}
+    slots = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = slots[name]
+
+
 class _Host:
-    """On CPU: the host decides, and the kernel runs once per sub-batch of rows."""
+    """On CPU: the host decides. Decode steps run once per sub-batch of rows, prefills once on the host's tensors."""
 
     def pager(self, settings: WispSettings, moe_config: FusedMoEConfig, vllm_config: Any) -> ExpertPager:
         return Pager(
@@ -145,6 +159,17 @@ class _Host:
         )
 
     def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
+        def compute(x: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = layer.quant_method.apply(
+                layer=layer,
+                x=x,
+                topk_weights=topk_weights,
+                topk_ids=ids,
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+            return output
+
         def run(
             x: torch.Tensor,
             topk_weights: torch.Tensor,
@@ -152,17 +177,13 @@ class _Host:
             describe: Callable[[], ForwardInfo | None],
         ) -> torch.Tensor:
             def apply(rows: slice, slot_ids: torch.Tensor) -> torch.Tensor:
-                output: torch.Tensor = layer.quant_method.apply(
-                    layer=layer,
-                    x=x[rows],
-                    topk_weights=topk_weights[rows],
-                    topk_ids=slot_ids,
-                    shared_experts=None,
-                    shared_experts_input=None,
-                )
-                return output
+                return compute(x[rows], topk_weights[rows], slot_ids)
 
-            output: torch.Tensor = pager.run_layer(index, topk_ids, apply, describe)
+            def apply_in_place() -> torch.Tensor:
+                with _host_weights(layer, pager.host_tensors(index)):
+                    return compute(x, topk_weights, topk_ids)
+
+            output: torch.Tensor = pager.run_layer(index, topk_ids, apply, describe, apply_in_place)
             return output
 
         return run

@@ -24,18 +24,24 @@ from wisp_core.pager.interface import ForwardInfo, ForwardObserver
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.link import Link
 from wisp_core.pager.slot_table import SlotTable
+from wisp_core.pager.time_share import TimeShare
 from wisp_core.settings import WispSettings
 from wisp_core.working_set.miss_curve import MissCurve
+from wisp_core.working_set.union_curve import UnionCurve
 
-DECODE_HALF_LIFE_STEPS = 200.0
-PREFILL_HALF_LIFE_STEPS = 20.0
+OBSERVING_FRACTION = 0.01
+"""Most of the forwards' time that curves may take: beyond it steps are left out, at the mean's expense only."""
+MAX_UNION_ROWS = 64
 
 
 class _Layer:
     """Table, slots and curves of one layer."""
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing) -> None:
+    def __init__(
+        self, name: str, tensors: Mapping[str, torch.Tensor], cap: int, backing: Backing, memory_s: float
+    ) -> None:
         store = HostStore(tensors)
+        self.host_tensors = dict(tensors)
         self.expert_bytes = store.expert_bytes
         self.table = SlotTable(store.num_experts, cap)
         self.slots = LayerSlots(name, store, backing)
@@ -43,8 +49,9 @@ class _Layer:
         self.is_on_gpu = self.slots.is_on_gpu
         if self.is_on_gpu:
             store.pin()
-        self.decode_curve = MissCurve(store.num_experts, DECODE_HALF_LIFE_STEPS)
-        self.prefill_curve = MissCurve(store.num_experts, PREFILL_HALF_LIFE_STEPS)
+        self.decode_curve = MissCurve(store.num_experts, memory_s)
+        self.prefill_curve = MissCurve(store.num_experts, memory_s)
+        self.union_curve = UnionCurve(MAX_UNION_ROWS, memory_s)
 
 
 class Pager:
@@ -70,12 +77,15 @@ class Pager:
         self.observer: ForwardObserver | None = None
         self.cap = initial_cap(settings, num_experts, top_k)
         self._backing = backing
+        self._memory_s = settings.window_s
         self._link = Link(settings.emulated_link_bytes_per_s)
         self._layers: list[_Layer | None] = []
         self._decode = ForwardCounter(0)
         self._prefill = ForwardCounter(0)
         self._forward: ForwardInfo | None = None
         self._forward_start_s = 0.0
+        self._observing = TimeShare(OBSERVING_FRACTION)
+        self._is_observing = False
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +103,7 @@ class Pager:
         """
         if self._layers[index] is not None:
             raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
-        layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing)
+        layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing, self._memory_s)
         other = next((known for known in self._layers if known is not None), layer)
         if (other.expert_bytes, other.table.num_experts) != (layer.expert_bytes, layer.table.num_experts):
             raise UnsupportedModelError(
@@ -126,39 +136,43 @@ class Pager:
         topk_ids: torch.Tensor,
         apply: Callable[[slice, torch.Tensor], torch.Tensor],
         describe: Callable[[], ForwardInfo | None],
+        apply_in_place: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """Run the experts of one layer.
+
+        A prefill is a pass over most experts. It reads them in host memory, each one that has no slot crossing the
+        link once, and leaves slots and their order to the decode steps, as on a GPU.
 
         Args:
             index: which layer.
             topk_ids: expert ids [rows, top_k], distinct within a row.
             apply: computes some rows, given the rows and their slot ids (same dtype and device as ``topk_ids``).
             describe: called once per forward, in layer 0; None for a forward that does not count (profiling).
+            apply_in_place: computes all rows from the host tensors that `page_layer` was given.
 
         Returns:
-            Outputs of ``apply`` for all rows, in order.
+            Outputs for all rows, in order.
         """
         if index == 0:
             self._forward = describe()
             self._forward_start_s = time.perf_counter()
+            self._is_observing = self._observing.has_room()
         layer = self._layer(index)
         ids = topk_ids.numpy() if topk_ids.device.type == "cpu" else topk_ids.cpu().numpy()
         was_resident = layer.table.is_resident()
         if self._forward is not None:
             self._look(index, layer, ids[: self._forward.num_tokens], was_resident, self._forward)
-        num_copies = 0
-        outputs = []
-        for batch in layer.table.plan(ids):
-            if batch.copies:
-                self._copy(layer, batch.copies)
-                num_copies += len(batch.copies)
-            slot_ids = torch.from_numpy(batch.slot_ids).to(device=topk_ids.device, dtype=topk_ids.dtype)
-            outputs.append(apply(slice(batch.start, batch.stop), slot_ids))
+        if self._forward is not None and self._forward.is_prefill:
+            num_copies = self._num_missing(ids, was_resident)
+            self._link.charge(num_copies * layer.expert_bytes, 0.0)
+            output = apply_in_place()
+        else:
+            output, num_copies = self._run_in_slots(layer, topk_ids, ids, apply)
         if self._forward is not None:
             self._count(index, ids[: self._forward.num_tokens], was_resident, num_copies, self._forward)
         if index == len(self._layers) - 1:
             self._end_forward()
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output
 
     # -- resizing ---------------------------------------------------------------------------------------------------
 
@@ -231,6 +245,18 @@ class Pager:
         """Index C: the same per prefill step."""
         return self._expected_misses([layer.prefill_curve for layer in self._layers if layer is not None])
 
+    def decode_union_by_batch(self) -> tuple[float, ...]:
+        """Index b: distinct experts of one layer that b decode rows need together, mean over layers."""
+        sizes = [layer.union_curve.sizes() for layer in self._layers if layer is not None]
+        if not sizes or not all(sizes):
+            return ()
+        length = min(map(len, sizes))
+        return tuple(np.mean([of_layer[:length] for of_layer in sizes], axis=0).tolist())
+
+    def host_tensors(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The tensors [E, ...] that `page_layer` was given."""
+        return self._layer(index).host_tensors
+
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
         self._decode = ForwardCounter(len(self._layers))
@@ -239,6 +265,7 @@ class Pager:
             if layer is not None:
                 layer.decode_curve.reset()
                 layer.prefill_curve.reset()
+                layer.union_curve.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -248,6 +275,29 @@ class Pager:
             raise RuntimeError(f"the experts of layer {index} are not loaded yet")
         return layer
 
+    def _run_in_slots(
+        self,
+        layer: _Layer,
+        topk_ids: torch.Tensor,
+        ids: npt.NDArray[np.integer],
+        apply: Callable[[slice, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, int]:
+        """Copy what is missing and compute, sub-batch by sub-batch; returns outputs and the number of copies."""
+        num_copies = 0
+        outputs = []
+        for batch in layer.table.plan(ids):
+            if batch.copies:
+                self._copy(layer, batch.copies)
+                num_copies += len(batch.copies)
+            slot_ids = torch.from_numpy(batch.slot_ids).to(device=topk_ids.device, dtype=topk_ids.dtype)
+            outputs.append(apply(slice(batch.start, batch.stop), slot_ids))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), num_copies
+
+    def _num_missing(self, ids: npt.NDArray[np.integer], was_resident: npt.NDArray[np.bool_]) -> int:
+        is_needed = np.zeros(self.num_experts, dtype=np.bool_)
+        is_needed[ids] = True
+        return int(np.count_nonzero(is_needed & ~was_resident))
+
     def _look(
         self,
         index: int,
@@ -256,8 +306,14 @@ class Pager:
         was_resident: npt.NDArray[np.bool_],
         forward: ForwardInfo,
     ) -> None:
-        curve = layer.prefill_curve if forward.is_prefill else layer.decode_curve
-        curve.observe(layer.table.last_use, ids)
+        if self._is_observing:
+            started_s = time.perf_counter()
+            if forward.is_prefill:
+                layer.prefill_curve.observe_pass(layer.table.last_use, ids, self._forward_start_s)
+            else:
+                layer.decode_curve.observe(layer.table.last_use, ids, self._forward_start_s)
+                layer.union_curve.observe(ids, self._forward_start_s)
+            self._observing.spend(time.perf_counter() - started_s)
         if self.observer is not None:
             self.observer.observe(index, ids, was_resident, forward.is_prefill)
 
@@ -292,7 +348,9 @@ class Pager:
             return
         link_s = self._link.settle()
         counter = self._prefill if self._forward.is_prefill else self._decode
-        counter.add(self._forward.num_tokens, time.perf_counter() - self._forward_start_s, link_s)
+        seconds = time.perf_counter() - self._forward_start_s
+        self._observing.earn(seconds)
+        counter.add(self._forward.num_tokens, seconds, link_s)
 
     def _back(self, layers: list[_Layer], cap: int) -> None:
         """Give every layer the pages for ``cap``, or none."""
