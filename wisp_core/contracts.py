@@ -289,6 +289,8 @@ class Signature(Contract):
     num_layers: int
     num_experts: int
     weights: bytes
+    prefill_weights: bytes = Field(default=b"", description="The same of prefills, which are counted apart.")
+    prefill_tokens: int = Field(default=0, description="Prompt tokens that these saw.")
     decode_tokens: int = Field(default=0, description="Decode tokens that the counts saw.")
     lookups: int = Field(default=0, description="Distinct (layer, expert) uses in decode steps.")
     hits: int = Field(default=0, description="Those found resident.")
@@ -303,6 +305,13 @@ class Placement(Contract):
     reason: str
 
 
+class Isolation(StrEnum):
+    """What a tenant shares with others."""
+
+    SHARED = "shared"
+    DEDICATED = "dedicated"
+
+
 class TenantSpec(Contract):
     """A tenant and its limits; keys are stored as SHA-256 only."""
 
@@ -311,9 +320,29 @@ class TenantSpec(Contract):
     requests_per_minute: int = Field(gt=0)
     tokens_per_minute: int = Field(gt=0)
     max_concurrent_turns: int = Field(default=64, gt=0)
+    weight: float = Field(
+        default=1.0, gt=0, le=1000, description="Share of a replica's engine time, against other tenants' weights."
+    )
+    kv_share: float = Field(
+        default=1.0, gt=0, le=1, description="Largest part of a replica's KV and batch that its running turns may hold."
+    )
+    isolation: Isolation = Field(
+        default=Isolation.SHARED, description="Dedicated: replicas, and so expert caches, of its own."
+    )
     is_from_file: bool = Field(
         default=False, description="Declared by a service's file: ends, keys and all, when the file drops it."
     )
+
+
+class TenantUsage(Value):
+    """What the turns of one tenant add up to since the store knows it."""
+
+    tenant_id: str
+    turns: int = 0
+    failed_turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class DecisionRecord(Contract):

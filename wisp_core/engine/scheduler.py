@@ -15,6 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from wisp_core.engine.block_balloon import BlockBalloon
+from wisp_core.engine.fair_turns import FairTurns
 from wisp_core.engine.reports import SchedulerReport, TakeReport
 from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.turn_meter import TurnMeter
@@ -37,6 +38,7 @@ class WispSchedulerMixin:
             window_s=settings.window_s,
         )
         self._wisp_steps = StepTimes()
+        self._wisp_turns = FairTurns(scheduler)
         self._wisp_command_seconds = 0.0
         self._wisp_commands: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
@@ -93,22 +95,27 @@ class WispSchedulerMixin:
 
     def add_request(self, request: Any) -> None:
         """Queue a request."""
+        self._wisp_turns.add(request)
         super().add_request(request)  # type: ignore[misc]
         self._wisp_meter.note_change()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Decide the next step."""
         started_s = time.monotonic()
+        hidden = self._wisp_turns.hide()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._wisp_turns.unhide(hidden, output)
         if output.total_num_scheduled_tokens:
             self._wisp_steps.note_start(started_s)
         if output.scheduled_new_reqs:
             self._wisp_meter.note_admitted([new.req_id for new in output.scheduled_new_reqs])
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Take in a step's tokens: the end of the step."""
-        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if scheduler_output.total_num_scheduled_tokens:
+            self._wisp_turns.note_step()
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._wisp_steps.note_end(time.monotonic())
         return outputs
 
@@ -119,6 +126,7 @@ class WispSchedulerMixin:
 
     def _free_blocks(self, request: Any) -> None:
         self._wisp_meter.note_finished(request)
+        self._wisp_turns.remove(request)
         super()._free_blocks(request)  # type: ignore[misc]
         self._wisp_meter.note_change()
 

@@ -1,0 +1,182 @@
+"""Tenants in vLLM's scheduler: which turns the next step sees. The decisions are `FairShare`'s."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from wisp_core.engine.fair_share import FairShare, StepPart
+from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.memory.kv_demand import blocks_of
+
+WEIGHT_ARG = "wisp_weight"
+"""Key in ``SamplingParams.extra_args``: the tenant's share of engine time against other tenants' weights."""
+KV_SHARE_ARG = "wisp_kv_share"
+"""Key in ``SamplingParams.extra_args``: largest part of KV blocks and batch places for the tenant's running turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a turn runs. Turns without a session belong to the tenant ``""``."""
+
+    tenant: str
+    weight: float
+    kv_share: float
+
+    @classmethod
+    def of(cls, request: Any) -> Terms:
+        """The terms in a vLLM request's sampling parameters."""
+        arguments = getattr(request.sampling_params, "extra_args", None) or {}
+        return cls(
+            tenant=str(arguments.get(SESSION_ARG, "")).partition("/")[0],
+            weight=float(arguments.get(WEIGHT_ARG, 1.0)),
+            kv_share=float(arguments.get(KV_SHARE_ARG, 1.0)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step on its way through the worker."""
+
+    parts: dict[str, StepPart]
+    held: frozenset[str]
+    active: frozenset[str]
+    began_s: float
+
+
+class FairTurns:
+    """Hides turns from one call of vLLM's ``schedule`` and accounts for what the step took.
+
+    With turns of one tenant only, and no share below 1, it does nothing but count.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._share = FairShare()
+        self._terms: dict[str, Terms] = {}
+        self._num_turns: Counter[str] = Counter()
+        self._steps: deque[_Step] = deque()
+        self._ended_s = 0.0
+        self._held: frozenset[str] = frozenset()
+        self._is_stalled = False
+
+    def add(self, request: Any) -> None:
+        """A turn came."""
+        terms = self._terms[request.request_id] = Terms.of(request)
+        self._num_turns[terms.tenant] += 1
+        if self._num_turns[terms.tenant] == 1:
+            self._share.begin(terms.tenant, terms.weight)
+
+    def remove(self, request: Any) -> None:
+        """A turn ended."""
+        terms = self._terms.pop(request.request_id, None)
+        if terms is not None:
+            self._num_turns[terms.tenant] -= 1
+            if self._num_turns[terms.tenant] <= 0:
+                del self._num_turns[terms.tenant]
+                self._share.forget_idle(self._num_turns)
+
+    def hide(self) -> list[Any]:
+        """Before ``schedule``: put running turns of held tenants off by one step and take waiting turns out.
+
+        Returns the turns taken out, for ``unhide``. What stays in the waiting queue is in the order of tenants by
+        recent use, each tenant's own turns as they were.
+        """
+        active = self._num_turns.keys()
+        # A step for which nothing was left must not be followed by another: whoever is behind cannot run.
+        self._held = frozenset() if self._is_stalled else self._share.held(active, time.monotonic())
+        if self._held:
+            # vLLM counts the step up before it compares.
+            next_step = self._scheduler.current_step + 2
+            for request in self._scheduler.running:
+                if self._tenant(request) in self._held:
+                    request.next_decode_eligible_step = next_step
+        if len(self._num_turns) > 1:
+            # When blocks run out, vLLM takes those of the last one.
+            self._scheduler.running.sort(key=lambda request: self._share.used_s(self._tenant(request)))
+        waiting = self._scheduler.waiting
+        if not waiting or not isinstance(waiting, deque):
+            return []
+        shown, hidden = self._choose(list(waiting))
+        waiting.clear()
+        waiting.extend(shown)
+        return hidden
+
+    def _choose(self, waiting: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Split the waiting turns into those that may start now, in order, and the others."""
+        if len(self._num_turns) > 1:
+            waiting.sort(key=lambda request: self._share.used_s(self._tenant(request)))
+        first = next((self._tenant(request) for request in waiting if self._tenant(request) not in self._held), None)
+        rooms = _Rooms(self._scheduler, self._terms)
+        shown: list[Any] = []
+        hidden: list[Any] = []
+        for request in waiting:
+            terms = self._terms[request.request_id]
+            may_start = (
+                first is not None
+                and terms.tenant not in self._held
+                and (self._is_stalled or self._share.may_join(terms.tenant, first))
+                and (terms.kv_share >= 1.0 or rooms.take(request, terms))
+            )
+            (shown if may_start else hidden).append(request)
+        return shown, hidden
+
+    def unhide(self, hidden: list[Any], output: Any) -> None:
+        """After ``schedule``: put back what ``hide`` took out, and remember whose step this is."""
+        self._scheduler.waiting.extend(hidden)
+        parts: dict[str, StepPart] = {}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            tenant = self._terms[request_id].tenant
+            part = parts.get(tenant, StepPart())
+            parts[tenant] = (
+                StepPart(part.decode_tokens + 1, part.prefill_tokens)
+                if num_tokens == 1
+                else StepPart(part.decode_tokens, part.prefill_tokens + num_tokens)
+            )
+        self._is_stalled = not parts and bool(self._held or hidden)
+        if parts:
+            self._steps.append(_Step(parts, self._held, frozenset(self._num_turns), time.monotonic()))
+
+    def note_step(self) -> None:
+        """The oldest step on its way has ended."""
+        step, now_s = self._steps.popleft(), time.monotonic()
+        seconds = now_s - max(step.began_s, self._ended_s)
+        self._ended_s = now_s
+        self._share.note_step(step.parts, step.held, step.active, seconds, now_s)
+
+    def _tenant(self, request: Any) -> str:
+        return self._terms[request.request_id].tenant
+
+
+class _Rooms:
+    """KV blocks and batch places that tenants with a share below 1 may still take in this step."""
+
+    def __init__(self, scheduler: Any, terms: dict[str, Terms]) -> None:
+        self._scheduler = scheduler
+        self._terms = terms
+        self._blocks: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+
+    def take(self, request: Any, terms: Terms) -> bool:
+        """Room for ``request`` in full; a tenant without a running turn always gets one, or it could never run."""
+        if terms.tenant not in self._blocks:
+            self._count_running(terms.tenant)
+        needed = self._needed_blocks(request)
+        blocks, places = self._blocks[terms.tenant] + needed, self._places[terms.tenant] + 1
+        pool = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        is_room = blocks <= terms.kv_share * pool and places <= terms.kv_share * self._scheduler.max_num_running_reqs
+        if not is_room and self._places[terms.tenant] > 0:
+            return False
+        self._blocks[terms.tenant], self._places[terms.tenant] = blocks, places
+        return True
+
+    def _count_running(self, tenant: str) -> None:
+        running = [r for r in self._scheduler.running if self._terms[r.request_id].tenant == tenant]
+        self._blocks[tenant] = sum(self._needed_blocks(request) for request in running)
+        self._places[tenant] = len(running)
+
+    def _needed_blocks(self, request: Any) -> int:
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        return blocks_of(longest, self._scheduler.block_size)
