@@ -1,0 +1,136 @@
+"""Parts of the simulator against plain references: expert curves, the prefix cache, stack distances."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
+from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
+from wisp_core.working_set.miss_curve import misses_by_cap
+
+MODEL = RoutingModel(layers=4, experts=32, top_k=4)
+
+
+def test_curves_fall_with_the_cap_and_grow_with_batch_and_topics() -> None:
+    curves = replay_curves(MODEL, max_batch=16)
+    for batch in (1, 3, 16):
+        one = np.array(curves.by_cap(batch, 1))
+        many = np.array(curves.by_cap(batch, min(batch, 8)))
+        assert np.all(np.diff(one) <= 1e-9)
+        assert one[32] == 0
+        assert many[8:24].sum() >= one[8:24].sum()
+    assert curves.by_cap(4, 1)[12] < curves.by_cap(8, 1)[12]
+    assert curves.distinct_experts(1, 1) == 4 * 4
+    assert 4 * 4 < curves.distinct_experts(4, 4) < 4 * 16
+
+
+def test_topics_do_not_matter_where_everybody_routes_alike() -> None:
+    curves = replay_curves(RoutingModel(layers=4, experts=32, top_k=4, own_share=0.0), max_batch=8)
+    one, eight = np.array(curves.by_cap(8, 1)), np.array(curves.by_cap(8, 8))
+    assert np.abs(one - eight)[4:28].max() < 0.1 * one[4]
+
+
+def test_a_topic_that_comes_back_finds_less_the_more_others_have_run() -> None:
+    curves = replay_curves(MODEL, max_batch=2)
+    assert curves.comeback_misses(0, 8) == 0
+    assert 0 < curves.comeback_misses(1, 16) <= curves.comeback_misses(8, 16)
+    assert curves.comeback_misses(8, 32) == 0
+
+
+def test_the_two_rules_of_overflow_agree_where_a_step_fits() -> None:
+    in_place, by_row = (
+        np.array(
+            replay_curves(RoutingModel(layers=2, experts=32, top_k=4, is_read_in_place=rule), max_batch=4).by_cap(4, 4)
+        )
+        for rule in (True, False)
+    )
+    assert np.allclose(in_place[16:], by_row[16:])
+    assert np.all(by_row >= in_place - 1e-9)
+
+
+def test_a_batch_of_one_costs_what_exact_stack_distances_say() -> None:
+    rng = np.random.default_rng(0)
+    last_use = rng.permutation(32).astype(np.int64)
+    rows = rng.permutation(32)[:4][None]
+    expected = misses_by_cap(last_use, rows)
+    order = np.argsort(-last_use)
+    assert expected.tolist() == [int(sum(list(order).index(e) >= cap for e in rows[0])) for cap in range(33)]
+
+
+def test_use_rates_are_chances_that_sum_to_top_k() -> None:
+    rates = MODEL.use_rates(3)
+    assert rates.shape == (3, 4, 32)
+    assert rates.max() <= 1
+    assert np.allclose(rates.sum(axis=-1), 4, atol=0.02)
+
+
+class BlockLru:
+    """A KV pool block by block: the plain reference."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.running = capacity, 0
+        self.cached: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def admit(self, session: int, blocks: int) -> int:
+        own = 0
+        while (session, own) in self.cached:
+            own += 1
+        for key in [key for key in self.cached if key[0] == session]:
+            del self.cached[key]
+        self.running += blocks
+        self.evict()
+        return own
+
+    def finish(self, session: int, blocks: int) -> None:
+        self.running -= blocks
+        for key in [key for key in self.cached if key[0] == session]:
+            del self.cached[key]
+        for block in reversed(range(blocks)):  # the last block is the first to go
+            self.cached[session, block] = None
+        self.evict()
+
+    def evict(self) -> None:
+        while self.running + len(self.cached) > self.capacity:
+            self.cached.popitem(last=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.booleans(), st.integers(8, 40)), max_size=60))
+def test_whole_sessions_are_evicted_as_single_blocks_would_be(actions: list[tuple[int, int, bool, int]]) -> None:
+    cache, reference, running = PrefixCache(30), BlockLru(30), list[tuple[int, int]]()
+    for session, blocks, is_arrival, capacity in actions:
+        if is_arrival and cache.can_admit(blocks) and session not in [s for s, _ in running]:
+            assert cache.admit(session, blocks) == reference.admit(session, blocks)
+            running.append((session, blocks))
+        elif running and not is_arrival:
+            ended = running.pop(0)
+            cache.finish(*ended)
+            reference.finish(*ended)
+        elif cache.resize(capacity):
+            reference.capacity = capacity
+            reference.evict()
+        assert (cache.running_blocks, cache.cached_blocks) == (reference.running, len(reference.cached))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 50)), max_size=200))
+def test_stack_distances_equal_a_plain_list(uses: list[tuple[int, int]]) -> None:
+    stack, order = WeightedStack(num_slots=8), OrderedDict[int, int]()
+    for session, blocks in uses:
+        later = list(order)[list(order).index(session) + 1 :] if session in order else None
+        assert stack.blocks_since(session) == (None if later is None else sum(order[other] for other in later))
+        order.pop(session, None)
+        order[session] = blocks
+        stack.touch(session, blocks)
+
+
+def test_no_prefix_is_found_that_was_not_there() -> None:
+    cache = PrefixCache(10)
+    assert cache.admit(1, 4) == 0
+    cache.finish(1, 4)
+    assert cache.admit(1, 6) == 4
+    with pytest.raises(StopIteration):
+        cache.admit(2, 5)  # the caller asks can_admit first

@@ -1,0 +1,118 @@
+"""What one engine costs: the constants of a replica in the simulator, all of which can be measured on a real one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from wisp_core.contracts import MemoryLayout, Split
+from wisp_core.simulator.expert_curves import ExpertCurves
+
+
+class DecodeStep(NamedTuple):
+    """One decode step; misses and distinct experts of all layers together."""
+
+    seconds: float
+    link_s: float
+    misses: float
+    distinct: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """Sizes and costs of one replica.
+
+    ::
+
+        decode step  = step + rows · row + distinct experts · expert read + misses · expert_bytes / B · stretch
+        prefill pass = compute(pass + tokens · token) and copies(misses · expert_bytes / B · stretch), the longer of
+                       the two where they overlap, else their sum
+
+    A prefill of ``n`` tokens needs ``E · (1 - (1 - k/E)^n)`` experts of a layer, of which the share ``1 - C/E`` is in
+    no slot, unless ``pass_misses_by_cap`` says what was measured.
+    """
+
+    name: str
+    layout: MemoryLayout
+    budget_bytes: int
+    """Both pools together."""
+    link_bytes_per_s: float
+    curves: ExpertCurves
+    step_s: float
+    row_s: float = 0.0
+    distinct_s: float = 0.0
+    """Of reading one expert of one layer from the device's own memory."""
+    pass_s: float = 0.0
+    token_s: float = 0.0
+    pass_tokens: int = 2048
+    """Most tokens of one pass (vLLM's max_num_batched_tokens)."""
+    is_pass_overlapped: bool = True
+    pass_misses_by_cap: tuple[float, ...] | None = None
+    """Measured copies of one pass, all layers together; [E + 1]."""
+    pass_misses_per_token_by_cap: tuple[float, ...] | None = None
+    """Measured copies that each token of a pass adds; [E + 1]."""
+    stretch: float = 1.0
+    """Time of a decode step's copies in the engine over their time on the bare link."""
+    pass_stretch: float | None = None
+    """The same of a prefill pass; None: as in decode steps."""
+    turn_s: float = 0.0
+    """What a turn costs outside the engine: HTTP, placement, tokenization."""
+    resize_s: float = 0.01
+    """Pause of a resize, however small."""
+    resize_s_per_byte: float = 5e-11
+    _steps: dict[tuple[int, int, int], DecodeStep] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds of one missed expert of one layer."""
+        return self.layout.expert_bytes / self.link_bytes_per_s * self.stretch
+
+    @property
+    def pass_copy_s(self) -> float:
+        """The same where a prefill pass misses it."""
+        stretch = self.stretch if self.pass_stretch is None else self.pass_stretch
+        return self.layout.expert_bytes / self.link_bytes_per_s * stretch
+
+    def largest_split(self, cap: int) -> Split:
+        """``cap`` with all KV that fits beside it."""
+        rest_bytes = self.budget_bytes - self.layout.experts_bytes_by_cap[cap]
+        return Split(cap=cap, kv_blocks=self.layout.kv_blocks_within(rest_bytes))
+
+    def decode_step(self, cap: int, batch: int, topics: int) -> DecodeStep:
+        """A decode step of ``batch`` sessions on ``topics`` topics; remembered, since few of them differ."""
+        step = self._steps.get((cap, batch, topics))
+        if step is None:
+            distinct = self.curves.distinct_experts(batch, topics)
+            misses = self.curves.by_cap(batch, topics)[cap]
+            compute_s = self.step_s + self.row_s * batch + self.distinct_s * distinct
+            step = DecodeStep(compute_s + misses * self.copy_s, misses * self.copy_s, misses, distinct)
+            self._steps[cap, batch, topics] = step
+        return step
+
+    def pass_misses(self, cap: int, tokens: int) -> float:
+        """Copies of one pass over ``tokens`` prompt tokens, all layers together."""
+        if self.pass_misses_by_cap is not None:
+            per_token = self.pass_misses_per_token_by_cap
+            return self.pass_misses_by_cap[cap] + (per_token[cap] * tokens if per_token is not None else 0.0)
+        layout = self.layout
+        share = 1.0 - (1.0 - layout.top_k / layout.num_experts) ** tokens
+        return layout.num_layers * share * (layout.num_experts - cap)
+
+    def pass_compute_s(self, tokens: int) -> float:
+        """Seconds of a pass without copies."""
+        return self.pass_s + self.token_s * tokens
+
+    def prefill_pass_s(self, cap: int, tokens: int) -> float:
+        """Seconds of one pass over ``tokens`` prompt tokens."""
+        copies_s, compute_s = self.pass_misses(cap, tokens) * self.pass_copy_s, self.pass_compute_s(tokens)
+        return max(copies_s, compute_s) if self.is_pass_overlapped else copies_s + compute_s
+
+    def first_token_s(self, cap: int, prompt_tokens: int) -> float:
+        """Time to first token of a prompt alone on an idle engine, the turn's own overhead included."""
+        whole, rest = divmod(prompt_tokens, self.pass_tokens)
+        seconds = whole * self.prefill_pass_s(cap, self.pass_tokens)
+        return self.turn_s + seconds + (self.prefill_pass_s(cap, rest) if rest else 0.0)
+
+    def with_link(self, factor: float) -> EngineModel:
+        """The same on a link of ``factor`` times the speed."""
+        return replace(self, link_bytes_per_s=self.link_bytes_per_s * factor)

@@ -1,0 +1,217 @@
+"""What a simulated replica reports: the same snapshot as a real one, so that policies cannot tell."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from wisp_core.allocation.floor import admission_floor_blocks
+from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin
+from wisp_core.simulator.replica import Replica
+
+_HALF_LIFE_STEPS = 200.0
+_REUSE_PIECES = 4  # of a prefix: its first blocks are kept longest, so each piece has a distance of its own
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    decode_steps: float
+    decode_tokens: float
+    passes: float
+    pass_tokens: float
+    prompt_tokens: float
+    prompt_passes: float
+    turn_seconds: float
+    busy_s: float
+    peak_blocks: int
+
+
+class Observer:
+    """Turns a replica's totals into snapshots over a sliding window."""
+
+    def __init__(self, replica: Replica, replica_id: str, window_s: float, *, link: float = 1.0, curve: float = 1.0):
+        """``link`` and ``curve`` are what the replica's report says, as a factor of what is true."""
+        self._replica = replica
+        self._replica_id = replica_id
+        self._window_s = window_s
+        self._link, self._curve = link, curve
+        self._samples: deque[_Sample] = deque([_Sample(*[0] * len(_Sample._fields))])
+        self._mix: dict[tuple[int, int], float] = {}
+        self._demand_seconds: dict[int, float] = {}
+        self._reuse_edges = _edges(4 * replica.model.layout.max_kv_blocks)
+        batches = range(1, replica.model.layout.max_num_seqs + 1)
+        curves, layers = replica.model.curves, replica.model.layout.num_layers
+        self._union = (0.0, *(curves.distinct_experts(batch, batch) / layers for batch in batches))
+
+    def snapshot(self, now_s: float) -> ReplicaSnapshot:
+        """State, demand, curves and rates at ``now_s``."""
+        replica, model = self._replica, self._replica.model
+        first, last = self._sample(now_s)
+        span_s = max(now_s - first.at_s, 1e-9)
+        totals = replica.totals
+        decode = PagerCounts(
+            steps=round(totals.decode_steps),
+            tokens=round(totals.decode_tokens),
+            misses=round(totals.decode_misses),
+            missed_bytes=round(totals.decode_misses * model.layout.expert_bytes),
+            distinct=round(totals.decode_distinct),
+            seconds=totals.decode_s,
+            link_seconds=totals.decode_link_s,
+        )
+        prefill = PagerCounts(
+            steps=totals.passes,
+            tokens=totals.pass_tokens,
+            misses=round(totals.pass_misses),
+            missed_bytes=round(totals.pass_misses * model.layout.expert_bytes),
+            seconds=totals.pass_s,
+            link_seconds=min(totals.pass_link_s, totals.pass_s),
+        )
+        pass_tokens = totals.pass_tokens // totals.passes if totals.passes else 0
+        caps = range(model.layout.num_experts + 1)
+        return ReplicaSnapshot(
+            at_s=now_s,
+            replica_id=self._replica_id,
+            incarnation="simulated",
+            model=model.name,
+            layout=model.layout,
+            split=replica.split,
+            budget_bytes=model.budget_bytes,
+            window_s=span_s,
+            decode=decode,
+            prefill=prefill,
+            decode_steps_per_s=(last.decode_steps - first.decode_steps) / span_s,
+            decode_tokens_per_s=(last.decode_tokens - first.decode_tokens) / span_s,
+            prefill_steps_per_s=(last.passes - first.passes) / span_s,
+            prefill_tokens_per_s=(last.pass_tokens - first.pass_tokens) / span_s,
+            decode_misses_by_cap=self._decode_curve(),
+            prefill_misses_by_cap=tuple(self._curve * model.pass_misses(cap, pass_tokens) for cap in caps)
+            if pass_tokens
+            else (),
+            decode_union_by_batch=self._union,
+            busy_s_per_s=(last.busy_s - first.busy_s) / span_s,
+            fit=self._fit(),
+            link_bytes_per_s=model.link_bytes_per_s / model.stretch * self._link,
+            kv=self._demand(now_s, first, last, span_s),
+        )
+
+    def _sample(self, now_s: float) -> tuple[_Sample, _Sample]:
+        """The oldest sample of the window and the one taken now."""
+        replica, totals = self._replica, self._replica.totals
+        replica.observe(now_s)
+        last = _Sample(
+            now_s,
+            totals.decode_steps,
+            totals.decode_tokens,
+            totals.passes,
+            totals.pass_tokens,
+            totals.prompt_tokens,
+            totals.prompt_passes,
+            totals.turn_seconds,
+            totals.busy_s,
+            max(replica.peak_demand_blocks, replica.cache.running_blocks + replica.waiting_blocks),
+        )
+        replica.peak_demand_blocks = replica.cache.running_blocks + replica.waiting_blocks
+        self._samples.append(last)
+        while len(self._samples) > 2 and self._samples[1].at_s <= now_s - self._window_s:
+            self._samples.popleft()
+        return self._samples[0], last
+
+    def _decode_curve(self) -> tuple[float, ...]:
+        """Mean of the curves of the mixes that ran, recent steps weighing more, comebacks spread over them."""
+        replica = self._replica
+        new_steps = sum(replica.mix.values())
+        decay = 0.5 ** (new_steps / _HALF_LIFE_STEPS)
+        self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > 1e-3}
+        for mix, steps in replica.mix.items():
+            self._mix[mix] = self._mix.get(mix, 0.0) + steps
+        replica.mix.clear()
+        total = sum(self._mix.values())
+        if not total:
+            return ()
+        curves = replica.model.curves
+        mean = sum(np.array(curves.by_cap(*mix)) * (steps / total) for mix, steps in self._mix.items())
+        return tuple((np.asarray(mean) * self._curve).tolist())
+
+    def _demand(self, now_s: float, first: _Sample, last: _Sample, span_s: float) -> KvDemand:
+        replica, layout = self._replica, self._replica.model.layout
+        longest = admission_floor_blocks(max_model_len=layout.max_model_len, block_tokens=layout.block_tokens)
+        while replica.reuses and replica.reuses[0].at_s < now_s - self._window_s:
+            replica.reuses.popleft()
+        return KvDemand(
+            running_turns=replica.num_running,
+            waiting_turns=len(replica.waiting),
+            floor_blocks=min(max(longest, replica.cache.running_blocks), layout.max_kv_blocks),
+            demand_blocks=max(sample.peak_blocks for sample in self._samples),
+            used_blocks=replica.cache.running_blocks,
+            cached_blocks=replica.cache.cached_blocks,
+            mean_turns=(last.turn_seconds - first.turn_seconds) / span_s,
+            prompt_tokens_per_s=(last.prompt_tokens - first.prompt_tokens) / span_s,
+            prompt_passes_per_s=(last.prompt_passes - first.prompt_passes) / span_s,
+            demand=self._demand_bins(last.at_s - self._samples[-2].at_s),
+            reuse=self._reuse_bins(span_s),
+        )
+
+    def _fit(self) -> CostFit:
+        """What a fit to the replica's own steps finds: where copies hide compute, what they leave of it."""
+        model, totals = self._replica.model, self._replica.totals
+        pass_s, prompt_token_s = model.pass_s, model.token_s
+        if model.is_pass_overlapped and totals.pass_tokens:
+            pass_s, prompt_token_s = 0.0, max(0.0, totals.pass_s - totals.pass_link_s) / totals.pass_tokens
+        # The cost model knows compute by row; what distinct experts cost is in it at the mean batch.
+        batch = max(1.0, totals.decode_tokens / totals.decode_steps) if totals.decode_steps else 1.0
+        distinct = totals.decode_distinct / totals.decode_steps if totals.decode_steps else 0.0
+        return CostFit(
+            step_s=model.step_s,
+            token_s=model.row_s + model.distinct_s * distinct / batch,
+            pass_s=pass_s,
+            prompt_token_s=prompt_token_s,
+            num_samples=round(totals.decode_steps),
+        )
+
+    def _demand_bins(self, since_s: float) -> tuple[DemandBin, ...]:
+        """Shares of the time by blocks needed in full, the last window weighing most."""
+        decay = 0.5 ** (since_s / self._window_s)
+        seconds = {place: weight * decay for place, weight in self._demand_seconds.items() if weight * decay > 1e-3}
+        for place, new_s in self._replica.demand_seconds.items():
+            if new_s > 0:
+                seconds[place] = seconds.get(place, 0.0) + new_s
+        self._replica.demand_seconds.clear()
+        self._demand_seconds = seconds
+        total = sum(seconds.values())
+        return tuple(
+            DemandBin(blocks=round(2 ** (place / 8)), share=weight / total) for place, weight in sorted(seconds.items())
+        )
+
+    def _reuse_bins(self, span_s: float) -> tuple[ReuseBin, ...]:
+        edges = self._reuse_edges
+        tokens, turns, passes = ([0.0] * len(edges) for _ in range(3))
+        for reuse in self._replica.reuses:
+            for piece in range(1, _REUSE_PIECES + 1):
+                distance = reuse.others_blocks + -(-reuse.own_blocks * piece // _REUSE_PIECES)
+                edge = bisect_left(edges, distance)
+                if edge < len(edges):
+                    tokens[edge] += reuse.tokens / _REUSE_PIECES
+                    turns[edge] += piece == _REUSE_PIECES
+                    passes[edge] += reuse.passes / _REUSE_PIECES
+        return tuple(
+            ReuseBin(
+                blocks=blocks,
+                turns_per_s=turns[i] / span_s,
+                tokens_per_s=tokens[i] / span_s,
+                passes_per_s=passes[i] / span_s,
+            )
+            for i, blocks in enumerate(edges)
+            if tokens[i]
+        )
+
+
+def _edges(max_blocks: int) -> list[int]:
+    """Upper edges of the bins, some 9 % apart."""
+    edges, edge = [], 1.0
+    while edge < max_blocks:
+        edges.append(int(edge))
+        edge = max(edge + 1, edge * 1.09)
+    return [*edges, max_blocks]

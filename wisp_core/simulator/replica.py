@@ -1,0 +1,378 @@
+"""One replica as a discrete-event model: admission, prefill passes, decode steps, misses, prefix reuse, resizes.
+
+Events are few: a turn comes, a pass ends, a turn ends. Between them every running turn gets one token per step and a
+step takes the same time, so a whole stretch of decode steps is one event. Turns are admitted first come, first served
+when their whole length fits the KV pool, so nothing is preempted. A pass takes prompts in order, up to the engine's
+limit of tokens; running turns ride along with a token each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from enum import IntEnum
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from wisp_core.contracts import Split
+from wisp_core.simulator.engine_model import DecodeStep, EngineModel
+from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
+
+_EPSILON = 1e-6  # of a step
+
+
+class Job(NamedTuple):
+    """A turn as a replica sees it."""
+
+    turn: int
+    session: int
+    topic: int
+    prompt_tokens: int
+    prefix_tokens: int
+    output_tokens: int
+    blocks: int
+    """KV blocks at its full length."""
+
+
+class Reuse(NamedTuple):
+    """One turn whose prefix was used before on this replica."""
+
+    at_s: float
+    others_blocks: int
+    """Used by other sessions in between."""
+    own_blocks: int
+    tokens: int
+    passes: int
+    """Prefill passes that the whole prefix saves."""
+
+
+class Prefill:
+    """An admitted turn with the prompt tokens that are still to be computed."""
+
+    __slots__ = ("job", "left")
+
+    def __init__(self, job: Job, left: int) -> None:
+        self.job = job
+        self.left = left
+
+
+class Mode(IntEnum):
+    """What a replica does until its next event."""
+
+    IDLE = 0
+    DECODE = 1
+    PASS = 2
+
+
+class Replica:
+    """Call `arrive` and `wake`; both return when to wake it next, or None for no change."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        split: Split,
+        *,
+        on_first_token: Callable[[int, float], None],
+        on_end: Callable[[int, float], None],
+        measures_reuse: bool,
+        window_s: float = 60.0,
+    ) -> None:
+        """Callbacks get the turn's number and the time."""
+        self.model = model
+        self.window_s = window_s
+        self.cap = split.cap
+        self.cache = PrefixCache(split.kv_blocks)
+        self.waiting: deque[Job] = deque()
+        self.prefilling: deque[Prefill] = deque()
+        self.mode = Mode.IDLE
+        self.waiting_blocks = 0
+        self.peak_demand_blocks = 0
+        self.demand_seconds: dict[int, float] = {}  # by range of blocks needed in full
+        self.topics: Counter[int] = Counter()  # of decoding turns
+        self.stack: WeightedStack | None = WeightedStack() if measures_reuse else None
+        self.reuses: deque[Reuse] = deque()
+        self.totals = Totals()
+        self.mix: dict[tuple[int, int], float] = {}  # decode steps by (batch, topics)
+        self._decoding: list[tuple[float, int, Job]] = []
+        self._steps = 0.0  # every decoding turn has had this many since the start
+        self._target = 0.0  # how many there will be at the next event
+        self._since_s = 0.0
+        self._demand_since_s = 0.0
+        self._recent_turns = 0.0  # mean over the window, recent times weighing more
+        self._step_s = 0.0
+        self._stall_s = 0.0  # owed by the next stretch: comebacks, resizes
+        self._pass: list[tuple[Prefill, int]] = []
+        self._recent_topics: OrderedDict[int, None] = OrderedDict()
+        self._on_first_token = on_first_token
+        self._on_end = on_end
+
+    @property
+    def split(self) -> Split:
+        """The split now."""
+        return Split(cap=self.cap, kv_blocks=self.cache.capacity)
+
+    @property
+    def num_running(self) -> int:
+        """Admitted turns."""
+        return len(self.prefilling) + len(self._decoding)
+
+    @property
+    def num_turns(self) -> int:
+        """Admitted and waiting turns."""
+        return self.num_running + len(self.waiting)
+
+    def can_ever_hold(self, job: Job) -> bool:
+        """Whether the turn fits the pool as it is now, alone."""
+        return job.blocks <= self.cache.capacity
+
+    def arrive(self, job: Job, now_s: float) -> float | None:
+        """A turn comes."""
+        self.observe(now_s)
+        self.waiting.append(job)
+        self.waiting_blocks += job.blocks
+        self.peak_demand_blocks = max(self.peak_demand_blocks, self.cache.running_blocks + self.waiting_blocks)
+        if self.mode is Mode.PASS:
+            return None
+        if self.mode is Mode.IDLE:
+            return now_s  # together with whatever else comes at this moment
+        if len(self.waiting) > 1 or not self._admit(now_s):
+            return None
+        # The step that runs ends first.
+        self._advance(now_s)
+        self._target = math.ceil(self._steps - _EPSILON)
+        return self._since_s + (self._target - self._steps) * self._step_s
+
+    def wake(self, now_s: float) -> float | None:
+        """The stretch that was planned ends."""
+        self.observe(now_s)
+        if self.mode is Mode.PASS:
+            self._end_pass(now_s)
+        elif self.mode is Mode.DECODE:
+            self._take_steps(self._target - self._steps, now_s)
+            self._steps = self._target  # exactly: time and steps round differently
+        while self._decoding and self._decoding[0][0] <= self._steps + _EPSILON:
+            self._end(heappop(self._decoding)[2], now_s)
+        self._admit(now_s)
+        return self._plan(now_s)
+
+    def resize(self, split: Split, now_s: float) -> tuple[int, float | None] | None:
+        """Move to ``split``: bytes moved and the next event; None when running turns hold the blocks."""
+        layout, before = self.model.layout, self.split
+        if not self.cache.resize(split.kv_blocks):
+            return None
+        experts = abs(layout.experts_bytes_by_cap[split.cap] - layout.experts_bytes_by_cap[before.cap])
+        moved = max(experts, abs(layout.kv_bytes(split.kv_blocks) - layout.kv_bytes(before.kv_blocks)))
+        # New slots are empty: what they will hold is copied once.
+        filled = max(0, split.cap - before.cap) * layout.num_layers
+        pause_s = self.model.resize_s + moved * self.model.resize_s_per_byte + filled * self.model.copy_s
+        if self.mode is Mode.DECODE:
+            self._advance(now_s)
+        self.cap = split.cap
+        self._stall_s += pause_s
+        if self.mode is Mode.PASS:
+            return moved, None
+        self._admit(now_s)
+        return moved, self._plan(now_s)
+
+    def recent_turns(self, now_s: float) -> float:
+        """Mean number of turns over the last window, recent times weighing more."""
+        keep = math.exp((self._demand_since_s - now_s) / self.window_s)
+        return self._recent_turns * keep + self.num_turns * (1.0 - keep)
+
+    def observe(self, now_s: float) -> None:
+        """Charge the time since the last call to the turns that were there."""
+        self._recent_turns = self.recent_turns(now_s)
+        self.totals.observe_turns(now_s, self.num_turns)
+        blocks = self.cache.running_blocks + self.waiting_blocks
+        if blocks:
+            place = demand_range(blocks)
+            self.demand_seconds[place] = self.demand_seconds.get(place, 0.0) + now_s - self._demand_since_s
+        self._demand_since_s = now_s
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, now_s: float) -> None:
+        """Give every decoding turn the tokens of the time that has passed."""
+        if now_s > self._since_s and self._step_s > 0:
+            self._take_steps((now_s - self._since_s) / self._step_s, now_s)
+
+    def _take_steps(self, steps: float, now_s: float) -> None:
+        self._since_s = now_s
+        self._steps += steps
+        batch, topics = len(self._decoding), len(self.topics)
+        self.mix[batch, topics] = self.mix.get((batch, topics), 0.0) + steps
+        self.totals.add_decode(steps, batch, self.model.decode_step(self.cap, batch, topics))
+
+    def _plan(self, now_s: float) -> float | None:
+        """What to do next, from ``now_s`` on."""
+        now_s += self._stall_s
+        self._since_s = now_s
+        if self.prefilling:
+            self.totals.stall_s += self._stall_s
+            self._stall_s = 0.0
+            self.mode = Mode.PASS
+            return now_s + self._begin_pass()
+        if not self._decoding:
+            self.mode = Mode.IDLE
+            return None
+        self.totals.stall_s += self._stall_s
+        self._stall_s = 0.0
+        self.mode = Mode.DECODE
+        self._step_s = self.model.decode_step(self.cap, len(self._decoding), len(self.topics)).seconds
+        self._target = self._decoding[0][0]
+        return now_s + (self._target - self._steps) * self._step_s
+
+    def _begin_pass(self) -> float:
+        """Choose the prompts of the next pass; returns its seconds."""
+        left = max(1, self.model.pass_tokens - len(self._decoding))
+        tokens, self._pass = 0, []
+        for entry in self.prefilling:
+            share = min(left - tokens, entry.left)
+            self._pass.append((entry, share))
+            tokens += share
+            if tokens == left:
+                break
+        seconds = self.model.prefill_pass_s(self.cap, tokens)
+        misses = self.model.pass_misses(self.cap, tokens)
+        self.totals.add_pass(tokens, misses, misses * self.model.pass_copy_s, seconds)
+        return seconds
+
+    def _end_pass(self, now_s: float) -> None:
+        self._steps += 1.0 if self._decoding else 0.0
+        self.totals.decode_tokens_in_passes += len(self._decoding)
+        for entry, share in self._pass:
+            entry.left -= share
+            if entry.left == 0:
+                self.prefilling.popleft()
+                self._begin_decode(entry.job, now_s)
+
+    def _begin_decode(self, job: Job, now_s: float) -> None:
+        self._on_first_token(job.turn, now_s)
+        self._note_topic(job.topic)
+        if job.output_tokens <= 1:
+            self._end(job, now_s)
+        else:
+            heappush(self._decoding, (self._steps + job.output_tokens - 1, job.turn, job))
+
+    def _note_topic(self, topic: int) -> None:
+        """A topic that comes back finds its experts gone as far as others have run."""
+        if self.topics[topic] == 0 and self._recent_topics:
+            others = 0
+            for recent in reversed(self._recent_topics):
+                if recent == topic:
+                    break
+                others += 1
+            misses = self.model.curves.comeback_misses(others, self.cap)
+            self._stall_s += misses * self.model.copy_s
+            self.totals.comeback_misses += misses
+        self._recent_topics[topic] = None
+        self._recent_topics.move_to_end(topic)
+        self.topics[topic] += 1
+
+    def _end(self, job: Job, now_s: float) -> None:
+        self.topics[job.topic] -= 1
+        if self.topics[job.topic] == 0:
+            del self.topics[job.topic]
+        self.cache.finish(job.session, job.blocks)
+        if self.stack is not None:
+            self.stack.touch(job.session, job.blocks)
+        self._on_end(job.turn, now_s)
+
+    def _admit(self, now_s: float) -> bool:
+        """Admit waiting turns in order while they fit; whether any was."""
+        layout, has_admitted = self.model.layout, False
+        while self.waiting and self.num_running < layout.max_num_seqs and self.cache.can_admit(self.waiting[0].blocks):
+            job = self.waiting.popleft()
+            self.waiting_blocks -= job.blocks
+            if self.stack is not None:
+                self._note_reuse(job, now_s)
+            own = self.cache.admit(job.session, job.blocks)
+            reusable = min(job.prefix_tokens, job.prompt_tokens - 1) // layout.block_tokens
+            hit_tokens = min(own, reusable) * layout.block_tokens
+            self.totals.prompt_tokens += job.prompt_tokens
+            self.totals.prompt_passes += self._passes(job.prompt_tokens)
+            self.totals.hit_tokens += hit_tokens
+            self.prefilling.append(Prefill(job, job.prompt_tokens - hit_tokens))
+            has_admitted = True
+        return has_admitted
+
+    def _passes(self, tokens: int) -> int:
+        return -(-tokens // self.model.pass_tokens)
+
+    def _note_reuse(self, job: Job, now_s: float) -> None:
+        assert self.stack is not None
+        block_tokens = self.model.layout.block_tokens
+        blocks = min(job.prefix_tokens, job.prompt_tokens - 1) // block_tokens
+        others = self.stack.blocks_since(job.session) if blocks else None
+        if others is not None:
+            tokens = blocks * block_tokens
+            saved = self._passes(job.prompt_tokens) - self._passes(job.prompt_tokens - tokens)
+            self.reuses.append(Reuse(now_s, others, blocks, tokens, saved))
+        self.stack.touch(job.session, job.blocks)
+
+
+def demand_range(blocks: int) -> int:
+    """Number of the range that ``blocks`` (1 or more) falls into; eight to an octave."""
+    return math.ceil(8 * math.log2(blocks) - _EPSILON)
+
+
+class Totals:
+    """What a replica has done since the start."""
+
+    __slots__ = (
+        "_turns_since_s",
+        "comeback_misses",
+        "decode_distinct",
+        "decode_link_s",
+        "decode_misses",
+        "decode_s",
+        "decode_steps",
+        "decode_tokens",
+        "decode_tokens_in_passes",
+        "hit_tokens",
+        "pass_link_s",
+        "pass_misses",
+        "pass_s",
+        "pass_tokens",
+        "passes",
+        "prompt_passes",
+        "prompt_tokens",
+        "stall_s",
+        "turn_seconds",
+    )
+
+    def __init__(self) -> None:
+        self.decode_steps = self.decode_tokens = self.decode_misses = self.decode_distinct = 0.0
+        self.decode_s = self.decode_link_s = self.comeback_misses = self.stall_s = 0.0
+        self.passes = self.pass_tokens = self.decode_tokens_in_passes = 0
+        self.pass_misses = self.pass_s = self.pass_link_s = 0.0
+        self.prompt_tokens = self.prompt_passes = self.hit_tokens = 0
+        self.turn_seconds = self._turns_since_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with a step running."""
+        return self.decode_s + self.pass_s + self.stall_s
+
+    def add_decode(self, steps: float, batch: int, step: DecodeStep) -> None:
+        """Count ``steps`` like ``step``."""
+        self.decode_steps += steps
+        self.decode_tokens += steps * batch
+        self.decode_misses += steps * step.misses
+        self.decode_distinct += steps * step.distinct
+        self.decode_s += steps * step.seconds
+        self.decode_link_s += steps * step.link_s
+
+    def add_pass(self, tokens: int, misses: float, link_s: float, seconds: float) -> None:
+        """Count a pass."""
+        self.passes += 1
+        self.pass_tokens += tokens
+        self.pass_misses += misses
+        self.pass_link_s += link_s
+        self.pass_s += seconds
+
+    def observe_turns(self, now_s: float, num_turns: int) -> None:
+        """``num_turns`` were there since the last call."""
+        self.turn_seconds += (now_s - self._turns_since_s) * num_turns
+        self._turns_since_s = now_s
