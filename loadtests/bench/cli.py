@@ -16,6 +16,7 @@ import typer
 from loadtests.bench import configs, plan, report, summary
 from loadtests.bench.modes import Mode
 from loadtests.bench.runner import Measured, run_jobs
+from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError, WispError
 from wisp_core.settings import WispSettings
 
@@ -61,6 +62,7 @@ _PREFILL_COLUMNS = (
     "offloaded_bytes",
     "output_hash",
 )
+_ONLINE_COLUMNS = ("policy", "cap", "turns_per_s", "makespan_s", "ttft_p95_s", "failed_turns", "resizes", "bytes_moved")
 _RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
 
 
@@ -149,6 +151,44 @@ def prefetch() -> None:
     if "prefetch" not in WispSettings.model_fields:
         raise ConfigurationError("this version's pager does not prefetch: there is nothing to compare")
     raise ConfigurationError("prefetch is not measured yet")
+
+
+@app.command()
+def online(
+    policy: Annotated[str, typer.Option(help="The policy that divides the budget while the service runs.")] = "mv_wsa",
+    caps: Annotated[str | None, typer.Option(help="Static splits beside it, in slots per layer, such as 8,16.")] = None,
+    workflow: Annotated[str, typer.Option(help="A workflow of loadtests.traces.")] = "phase_shift",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 160,
+    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
+    output: Output = None,
+    work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,
+) -> None:
+    """Turns per second of a live service whose work has phases: divided online, and by every static split (CPU)."""
+    # Ray reads these when it is imported, and the service imports Ray.
+    prepare_driver()
+    from loadtests.bench.child.hardware import hardware, versions
+    from loadtests.bench.online import run
+    from loadtests.bench.online.config import OnlineConfig
+    from loadtests.bench.online.figures import compare
+
+    config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, seed=seed)
+    if caps is not None:
+        config = dataclasses.replace(config, caps=_integers(caps))
+    path = (output or report.result_path(config.name, "cpu")).resolve()
+    command = "wisp bench " + shlex.join(sys.argv[1:])
+
+    def measured(rows: list[report.Row]) -> Measured:
+        return Measured(rows=rows, hardware=hardware(), versions=versions())
+
+    def save(rows: list[report.Row]) -> None:
+        report.write_result(path, config, command, measured(rows), compare(rows))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = run.run_online(config, work_dir or Path(scratch), say=_say, on_rows=save)
+    report.print_table(f"{config.name}: {config.workflow}", rows, _ONLINE_COLUMNS)
+    typer.echo(report.last_line(config, path, measured(rows), compare(rows)))
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -63,7 +63,7 @@ def print_table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> None
     console.print(table)
     for row in rows:
         if "error" in row:
-            console.print(f"{row['mode']}: {row['error']}", markup=False, highlight=False)
+            console.print(f"{row.get('mode', row.get('policy'))}: {row['error']}", markup=False, highlight=False)
 
 
 def _heading(name: str) -> str:

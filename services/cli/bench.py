@@ -40,6 +40,12 @@ def resize(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
+def online(context: typer.Context) -> None:
+    """A live service whose work has phases: divided online, and by every static split."""
+    _run("online", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
 def prefetch(context: typer.Context) -> None:
     """Prefetch of predicted experts, on against off."""
     _run("prefetch", context.args)

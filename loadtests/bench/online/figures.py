@@ -1,0 +1,101 @@
+"""What the turns of one way to divide the budget add up to, and how ways compare. Pure: figures in, figures out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from loadtests.bench.online.drive import TurnFigures
+from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
+
+Row = dict[str, Any]
+
+
+def turn_figures(turns: Sequence[TurnFigures], phases: Sequence[str]) -> Row:
+    """Throughput, latencies and failures; the makespan is from the first send to the last end."""
+    ends = [turn.sent_at_s + turn.duration_s for turn in turns]
+    makespan_s = max(ends) - min(turn.sent_at_s for turn in turns)
+    good = [turn for turn in turns if turn.error is None]
+    return {
+        "turns": len(turns),
+        "failed_turns": len(turns) - len(good),
+        "errors": sorted({turn.error for turn in turns if turn.error is not None})[:3],
+        "makespan_s": makespan_s,
+        "turns_per_s": len(good) / makespan_s,
+        "ttft_p50_s": quantile([turn.ttft_s for turn in good if turn.ttft_s is not None], 0.5),
+        "ttft_p95_s": quantile([turn.ttft_s for turn in good if turn.ttft_s is not None], 0.95),
+        "turn_mean_s": sum(turn.duration_s for turn in good) / max(1, len(good)),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in good),
+        "completion_tokens": sum(turn.completion_tokens for turn in good),
+        "phases": [_phase(number, name, turns) for number, name in enumerate(phases)],
+    }
+
+
+def engine_figures(before: Sequence[ReplicaSnapshot], after: Sequence[ReplicaSnapshot]) -> Row:
+    """Work of all engines between two moments."""
+    starts = {one.replica_id: one for one in before}
+    pairs = [(starts[one.replica_id], one) for one in after if one.replica_id in starts]
+    row: Row = {}
+    for kind in ("decode", "prefill"):
+        counts = [(getattr(start, kind), getattr(end, kind)) for start, end in pairs]
+        for name in ("steps", "tokens", "misses", "missed_bytes", "seconds", "link_seconds"):
+            row[f"{kind}_{name}"] = sum(getattr(end, name) - getattr(start, name) for start, end in counts)
+    row["preemptions"] = sum(end.kv.preemptions - start.kv.preemptions for start, end in pairs)
+    row["model_error"] = [end.fit.error_fraction for _, end in pairs]
+    return row
+
+
+def resize_figures(outcomes: Sequence[ResizeOutcome]) -> Row:
+    """Resizes by outcome, and bytes that went from one pool to the other."""
+    moved = [one for one in outcomes if one.outcome is Outcome.APPLIED and one.before != one.after]
+    return {
+        "resizes": len(moved),
+        "resizes_to_kv": sum(one.after.kv_blocks > one.before.kv_blocks for one in moved),
+        "resizes_deferred": sum(one.outcome is Outcome.DEFERRED for one in outcomes),
+        "resizes_failed": sum(one.outcome is Outcome.FAILED for one in outcomes),
+        "bytes_moved": sum(one.bytes_moved for one in moved),
+        "pause_ms_max": max((one.pause_ms for one in moved), default=0.0),
+    }
+
+
+def compare(rows: Sequence[Row]) -> Row:
+    """The online way over the best static one: throughput, and whether p95 of the time to first token is no worse."""
+    good = [row for row in rows if "error" not in row]
+    static = [row for row in good if row["cap"] is not None]
+    online = next((row for row in good if row["cap"] is None), None)
+    summary: Row = {
+        "failed_turns": sum(row["failed_turns"] for row in good),
+        "static": {str(row["cap"]): round(row["turns_per_s"], 4) for row in static},
+    }
+    if online is None or not static:
+        return summary
+    best = max(static, key=lambda row: row["turns_per_s"])
+    return summary | {
+        "online": round(online["turns_per_s"], 4),
+        "best_static_cap": best["cap"],
+        "over_best_static": online["turns_per_s"] / best["turns_per_s"],
+        "ttft_p95_over_best_static": online["ttft_p95_s"] / best["ttft_p95_s"],
+        "resizes": online["resizes"],
+        "bytes_moved": online["bytes_moved"],
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all do not exceed; NaN for none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def _phase(number: int, name: str, turns: Sequence[TurnFigures]) -> Row:
+    own = [turn for turn in turns if turn.phase == number]
+    ttfts = [turn.ttft_s for turn in own if turn.ttft_s is not None]
+    started_s = min(turn.sent_at_s for turn in own)
+    return {
+        "name": name,
+        "turns": len(own),
+        "started_s": started_s,
+        "makespan_s": max(turn.sent_at_s + turn.duration_s for turn in own) - started_s,
+        "ttft_p95_s": quantile(ttfts, 0.95),
+        "turn_mean_s": sum(turn.duration_s for turn in own) / len(own),
+    }

@@ -1,0 +1,185 @@
+"""One service for a whole run; its policy is exchanged between the ways that are compared."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from loadtests.bench.online.config import MODEL, SERVED_NAME, OnlineConfig, service_config
+from loadtests.bench.online.drive import Player
+from loadtests.bench.online.figures import Row, engine_figures, resize_figures, turn_figures
+from loadtests.traces import Trace, generate, workflow
+from services.app import Service
+from services.config import DampingSettings, PolicySettings
+from services.preflight import checked_start
+from services.secret_files import read_or_create
+from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.errors import WispError
+from wisp_core.model.tiny import write_tiny_model
+from wisp_core.store.interface import Store
+
+_LOG_LENGTH = 200
+_SETTLE_S = 30.0
+_SAMPLE_S = 1.0
+
+
+def trace_of(config: OnlineConfig) -> Trace:
+    """The fixed set of turns."""
+    workload = workflow(
+        config.workflow,
+        config.num_turns,
+        max_context_tokens=config.max_context_tokens,
+        agents_scale=config.agents_scale,
+        output_scale=config.output_scale,
+        time_scale=config.time_scale,
+        num_topics=MODEL.topics,
+    )
+    return generate(workload, seed=config.seed)
+
+
+def run_online(
+    config: OnlineConfig, directory: Path, *, say: Callable[[str], None], on_rows: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Every way to divide the budget, one after the other on one service; a way that fails is a row with its error."""
+    write_tiny_model(directory / "model", MODEL)
+    trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
+    with checked_start(of_service), Service(of_service) as service:
+        for label, cap in enumerate([*config.caps, None]):
+            name = config.policy if cap is None else f"static cap {cap}"
+            say(f"{name}: {len(trace)} turns of {trace.num_sessions} sessions")
+            service.config = with_policy(service, config, cap)
+            service.run_policy()
+            try:
+                row = asyncio.run(_Way(config, service, trace, label, cap).run())
+            except (WispError, TimeoutError) as error:
+                row = {"policy": name, "cap": cap, "error": f"{type(error).__name__}: {error}"}
+            rows.append(row)
+            on_rows(rows)
+            say(f"  {_brief(row)}")
+    return rows
+
+
+def with_policy(service: Service, config: OnlineConfig, cap: int | None) -> Any:
+    """The service's configuration with the online policy, or with a static split that is taken at once."""
+    damping = DampingSettings() if cap is None else DampingSettings(confirmations=1, dead_zone_fraction=0.0)
+    settings = PolicySettings(
+        name=config.policy if cap is None else "static_split",
+        settings={} if cap is None else {"cap": cap},
+        epoch_s=config.epoch_s,
+        damping=damping,
+    )
+    return service.config.model_copy(update={"policy": settings})
+
+
+class _Way:
+    """One way to divide the budget, measured over the whole trace."""
+
+    def __init__(self, config: OnlineConfig, service: Service, trace: Trace, label: int, cap: int | None) -> None:
+        self._config, self._service, self._trace, self._label, self._cap = config, service, trace, label, cap
+        self._timeline: list[Row] = []
+
+    async def run(self) -> Row:
+        async with AsyncExitStack() as stack:
+            store = self._service.store()
+            stack.push_async_callback(store.close)
+            tending = asyncio.create_task(self._tend())
+            stack.callback(tending.cancel)
+            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
+            before = await self._settled(store)
+            since_s = time.time()
+            player = Player(self._trace, clients, SERVED_NAME, MODEL, self._label)
+            sampling = asyncio.create_task(self._sample(store))
+            stack.callback(sampling.cancel)
+            async with asyncio.timeout(self._config.timeout_s):
+                await player.play()
+            after = await store.list_snapshots()
+            outcomes = [
+                outcome
+                for one in after
+                for outcome in await store.list_outcomes(one.replica_id, _LOG_LENGTH)
+                if outcome.at_s >= since_s
+            ]
+        return {
+            "policy": self._config.policy if self._cap is None else "static_split",
+            "cap": self._cap,
+            **turn_figures(player.figures, self._trace.phases),
+            **engine_figures(before, after),
+            **resize_figures(outcomes),
+            "splits": [asdict_split(one) for one in after],
+            "timeline": self._timeline,
+        }
+
+    def _clients(self) -> dict[str, AsyncOpenAI]:
+        clients = {}
+        for tenant in self._service.config.tenants:
+            assert tenant.key_file is not None, "the bench writes its own tenants"
+            clients[tenant.tenant_id] = AsyncOpenAI(
+                base_url=f"{self._service.url}/v1",
+                api_key=read_or_create(tenant.key_file),
+                max_retries=0,
+                timeout=self._config.timeout_s,
+            )
+        return clients
+
+    async def _tend(self) -> None:
+        while True:
+            self._service.tend()
+            await asyncio.sleep(0.5)
+
+    async def _settled(self, store: Store) -> list[ReplicaSnapshot]:
+        """Snapshots once every replica has the static split; online any split is a start."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            snapshots = await store.list_snapshots()
+            is_complete = len(snapshots) >= self._config.num_replicas
+            if is_complete and (self._cap is None or all(one.split.cap == self._cap for one in snapshots)):
+                return snapshots
+            if time.monotonic() > deadline_s:
+                found = [one.split.cap for one in snapshots]
+                raise TimeoutError(f"cap {self._cap} was not reached within {_SETTLE_S:g} s: {found}")
+            await asyncio.sleep(0.2)
+
+    async def _sample(self, store: Store) -> None:
+        started_s = time.monotonic()
+        while True:
+            for one in await store.list_snapshots():
+                self._timeline.append(
+                    {
+                        "at_s": round(time.monotonic() - started_s, 1),
+                        "replica": one.replica_id,
+                        **asdict_split(one),
+                        "running": one.kv.running_turns,
+                        "waiting": one.kv.waiting_turns,
+                        "busy": round(one.busy_s_per_s, 3),
+                    }
+                )
+            await asyncio.sleep(_SAMPLE_S)
+
+
+def asdict_split(snapshot: ReplicaSnapshot) -> Row:
+    """The split in effect."""
+    return {"cap": snapshot.split.cap, "kv_blocks": snapshot.split.kv_blocks}
+
+
+def config_of(config: OnlineConfig) -> Row:
+    """Everything that decides the run, for its file."""
+    return asdict(config) | {"model": asdict(MODEL)}
+
+
+def _brief(row: Row) -> str:
+    if "error" in row:
+        return str(row["error"])
+    phases: Sequence[Row] = row["phases"]
+    by_phase = ", ".join(f"{phase['makespan_s']:.0f}" for phase in phases)
+    return (
+        f"{row['turns_per_s']:.3f} turns/s, makespan {row['makespan_s']:.0f} s ({by_phase}), "
+        f"p95 TTFT {row['ttft_p95_s']:.2f} s, "
+        f"{row['failed_turns']} failed, {row['resizes']} resizes"
+    )
