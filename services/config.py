@@ -48,6 +48,11 @@ class ReplicaSettings(Section):
     count: int = Field(default=2, ge=1)
     vram_budget_bytes: int = Field(gt=0, description="Everything a replica may hold on its device, bytes.")
     activation_bytes: int = Field(default=64 << 20, ge=0, description="Part of it set aside for activations, bytes.")
+    other_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Part of it outside the pools, dense weights included, bytes; from `wisp plan`. None: as measured.",
+    )
     initial_cap: int | None = Field(
         default=None, gt=0, description="Slots per layer at start; None: half of the pools."
     )

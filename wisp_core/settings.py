@@ -29,6 +29,13 @@ class WispSettings(BaseModel):
         description="Part of the budget set aside for activations and workspaces, bytes. On a GPU these are measured "
         "at start, and this is for what that does not see: at least 1 GiB.",
     )
+    other_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Part of the budget outside the pools: dense weights, activations, captured graphs. Set, it is "
+        "taken as it is, so that the KV capacity is known before the start (`wisp plan` gives it), and an engine that "
+        "needs more is refused; None: as measured at start.",
+    )
     min_cap: int | None = Field(default=None, gt=0, description="Smallest cap a plan may ask for; None: top-k.")
     emulated_link_bytes_per_s: float | None = Field(
         default=None,

@@ -170,6 +170,7 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         cap=replica.initial_cap,
         vram_budget_bytes=replica.vram_budget_bytes,
         activation_bytes=replica.activation_bytes,
+        other_bytes=replica.other_bytes,
         min_cap=replica.min_cap,
         emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
         window_s=replica.window_s,

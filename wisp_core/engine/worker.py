@@ -22,6 +22,7 @@ from wisp_core.engine.reports import LayoutReport, PagerReport
 from wisp_core.engine.session_tally import SessionTally
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.kv_demand import blocks_of
+from wisp_core.memory.layout import kv_groups_beside
 from wisp_core.memory.region import Backing
 from wisp_core.pager.interface import ExpertPager
 from wisp_core.pager.plugin import register
@@ -76,24 +77,34 @@ class WispWorkerMixin:
         settings, pager = self._wisp_settings, self._wisp_pager
         dense_bytes = dense_parameter_bytes(self.model_runner.get_model())
         activation_bytes = self._wisp_activation_bytes()
-        self._wisp_other_bytes = dense_bytes + activation_bytes
+        self._wisp_other_bytes = self._wisp_fixed_bytes(dense_bytes + activation_bytes)
         self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
         experts_bytes = pager.experts_bytes_by_cap()[self._wisp_min_cap]
         specs = self.get_kv_cache_spec()
         group_blocks, block_bytes = block_group(specs, self._wisp_backing().page_bytes)
         group_bytes = group_blocks * block_bytes
-        num_groups = (self._wisp_budget_bytes - experts_bytes) // group_bytes
+        num_groups = kv_groups_beside(experts_bytes, pooled_bytes=self._wisp_budget_bytes, group_bytes=group_bytes)
         needed = blocks_of(self.vllm_config.model_config.max_model_len, self.vllm_config.cache_config.block_size) + 1
         if num_groups * group_blocks < needed:
             needed_bytes = self._wisp_other_bytes + experts_bytes + -(-needed // group_blocks) * group_bytes
             raise ConfigurationError(
-                f"vram_budget_bytes {settings.vram_budget_bytes} is too small: {dense_bytes} dense weights + "
-                f"{activation_bytes} activations + {experts_bytes} experts at cap {self._wisp_min_cap} leave "
+                f"vram_budget_bytes {settings.vram_budget_bytes} is too small: {self._wisp_other_bytes} outside the "
+                f"pools ({dense_bytes} dense weights) + {experts_bytes} experts at cap {self._wisp_min_cap} leave "
                 f"no room for the {needed} KV blocks of {block_bytes} bytes that max_model_len "
                 f"{self.vllm_config.model_config.max_model_len} needs; set vram_budget_bytes to {needed_bytes} or "
                 "more, or lower max_model_len"
             )
         return int(num_groups * group_bytes)
+
+    def _wisp_fixed_bytes(self, measured_bytes: int) -> int:
+        """What stays outside the pools: the configured number, where there is one that suffices."""
+        configured = self._wisp_settings.other_bytes
+        if configured is not None and configured < measured_bytes:
+            raise ConfigurationError(
+                f"other_bytes is {configured}, but dense weights and activations take {measured_bytes}: set it to that "
+                "or more, or leave it out"
+            )
+        return measured_bytes if configured is None else configured
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from wisp_core.memory.layout import slots_bytes, whole_pages
 from wisp_core.memory.region import Backing, ByteRange
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.slot_table import Copy, Move
@@ -46,7 +47,7 @@ class LayerSlots:
 
     def bytes_at(self, cap: int) -> int:
         """Bytes of pages that ``cap`` slots take."""
-        return sum(self._whole_pages(shape.expert_bytes * cap) for shape in self._shapes.values())
+        return slots_bytes((shape.expert_bytes for shape in self._shapes.values()), cap, self._page_bytes)
 
     def back(self, old_cap: int, new_cap: int) -> None:
         """Give pages to slots up to ``new_cap``. Raises MemoryError with nothing changed."""
@@ -98,4 +99,4 @@ class LayerSlots:
         raise ValueError(f"the host tensor of {parameter} does not start on a page of {self._page_bytes} bytes")
 
     def _whole_pages(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._page_bytes) * self._page_bytes
+        return whole_pages(num_bytes, self._page_bytes)
