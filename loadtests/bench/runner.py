@@ -6,9 +6,12 @@ import contextlib
 import json
 import math
 import os
+import queue
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +28,7 @@ Job = DecodeJob | PrefillJob | ResizeJob
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 15.0  # no engine starts in less
 _LOG_LINES = 15  # of a failed engine, for its row
-_CORES_TO_LOOK_AHEAD = 8  # with fewer, the next engine's imports would disturb the one that is timed
+_KILL_S = 10.0  # until the server has told of a killed engine
 
 
 @dataclass(slots=True)
@@ -37,57 +40,102 @@ class Measured:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-class _EngineProcess:
-    """One child. It imports at once and waits for `run`."""
+class EngineServer:
+    """The process that engine processes are forked from; see `loadtests.bench.child`."""
 
-    def __init__(self, job: Job, directory: Path, name: str) -> None:
-        self._job = job
-        self.name = name
-        self._rows = directory / f"{name}.jsonl"
-        self._log = directory / f"{name}.log"
-        path = directory / f"{name}.json"
-        path.write_text(job.model_dump_json())
-        command = [sys.executable, "-m", "loadtests.bench.child", str(path), str(self._rows)]
+    def __init__(self, directory: Path, env: dict[str, str]) -> None:
+        """Start it. It imports for seconds; the first `run` waits for that.
+
+        Args:
+            directory: where jobs, rows and logs go.
+            env: environment of all engines, on top of this process's.
+        """
+        self._directory = directory
+        self._log = directory / "server.log"
+        path = f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        from_server, to_runner = os.pipe()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=_ROOT, env=self._environment()
+                [sys.executable, "-m", "loadtests.bench.child", str(to_runner)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(to_runner,),
+                cwd=_ROOT,
+                env={**os.environ, "PYTHONPATH": path, **env},
             )
+        os.close(to_runner)
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(from_server,))
+        self._reader.start()
+        self._is_ready = False
 
-    def run(self, timeout_s: float) -> list[Row]:
-        """Let it go and wait for its lines; the last one is an error unless it finished."""
-        assert self._process.stdin is not None
-        problem = None
-        with contextlib.suppress(BrokenPipeError):  # it died while it imported: its exit code tells
-            self._process.stdin.write(b"go\n")
-            self._process.stdin.close()
-        try:
-            code = self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            problem = f"no end within {timeout_s:.0f} s"
-        else:
-            problem = f"exit code {code}" if code else None
-        lines = self._lines()
+    def run(self, name: str, job: Job, timeout_s: float) -> list[Row]:
+        """Run one engine and wait for its lines; the last one is an error unless it finished."""
+        rows, log = self._directory / f"{name}.jsonl", self._directory / f"{name}.log"
+        path = self._directory / f"{name}.json"
+        path.write_text(job.model_dump_json())
+        until_s = time.monotonic() + timeout_s
+        problem = self._run({"job": str(path), "rows": str(rows), "log": str(log)}, until_s, timeout_s)
+        lines = _lines(rows)
         if lines and lines[-1].get("done"):
             return lines[:-1]
-        log = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
-        error = f"{problem}: {log[-1] if log else 'it said nothing'}"
-        return [*lines, {"mode": self._job.engine.mode, "error": error, "log": log}]
+        source = log if log.exists() else self._log
+        said = [line for line in source.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
+        error = f"{problem}: {said[-1] if said else 'it said nothing'}"
+        return [*lines, {"mode": job.engine.mode, "error": error, "log": said}]
 
     def stop(self) -> None:
-        """Kill it if it still runs."""
+        """Kill it; engine processes end with `run`."""
         self._process.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
+        self._reader.join()
 
-    def _lines(self) -> list[Row]:
-        """What it wrote; a line cut off by a kill is left out."""
-        if not self._rows.exists():
-            return []
-        return [json.loads(line) for line in self._rows.read_text().splitlines() if line.endswith("}")]
+    def _run(self, request: dict[str, str], until_s: float, timeout_s: float) -> str | None:
+        """What went wrong, or None."""
+        pid = None
+        try:
+            if not self._is_ready:
+                self._answer(until_s)
+                self._is_ready = True
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            pid = int(self._answer(until_s)["pid"])
+            code = int(self._answer(until_s)["exit_code"])
+        except queue.Empty:
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                self._answer(time.monotonic() + _KILL_S)
+            return f"no end within {timeout_s:.2g} s"
+        except (BrokenPipeError, _ServerEndedError):
+            return f"the engines' server ended with exit code {self._process.wait()}"
+        return f"exit code {code}" if code else None
 
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}", **self._job.engine.env}
+    def _answer(self, until_s: float) -> dict[str, Any]:
+        """Its next message. Raises queue.Empty when none comes in time, _ServerEndedError when none will."""
+        answer = self._answers.get(timeout=max(0.0, until_s - time.monotonic()))
+        if not answer:
+            raise _ServerEndedError
+        return answer
+
+    def _read(self, from_server: int) -> None:
+        with os.fdopen(from_server) as lines:
+            for line in lines:
+                self._answers.put(json.loads(line))
+        self._answers.put({})
+
+
+class _ServerEndedError(Exception):
+    """No further answer comes."""
+
+
+def _lines(path: Path) -> list[Row]:
+    """What an engine process wrote; a line cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def run_jobs(
@@ -98,7 +146,7 @@ def run_jobs(
     log_dir: Path | None = None,
     deadline_s: float | None = None,
 ) -> Measured:
-    """Run the jobs in order, each in a process of its own.
+    """Run the jobs in order, each in a process of its own. The first job's environment serves the imports.
 
     Args:
         jobs: each with a name for its files.
@@ -108,31 +156,26 @@ def run_jobs(
         deadline_s: seconds from now by which all are done: later ones are cut off or not run, and their rows say so.
     """
     measured = Measured()
-    look_ahead = 2 if len(os.sched_getaffinity(0)) >= _CORES_TO_LOOK_AHEAD else 1
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         directory = log_dir or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        waiting: list[_EngineProcess] = []
+        server: EngineServer | None = None
         try:
-            for index, (name, job) in enumerate(jobs):
-                # The next engine imports vLLM while this one loads its weights.
-                for ahead_name, ahead in jobs[index + len(waiting) : index + look_ahead]:
-                    waiting.append(_EngineProcess(ahead, directory, ahead_name))
+            for name, job in jobs:
                 job_started_s = time.monotonic()
                 left_s = math.inf if deadline_s is None else deadline_s - (job_started_s - started_s)
-                process = waiting.pop(0)
                 if left_s <= _LEAST_S:
-                    process.stop()
                     measured.rows.append({"mode": job.engine.mode, "error": f"not run: {left_s:.0f} s were left"})
                     continue
-                lines = process.run(min(left_s, job.engine.timeout_s))
+                server = server or EngineServer(directory, job.engine.env)
+                lines = server.run(name, job, min(left_s, job.engine.timeout_s))
                 _take(measured, job, lines)
                 say(f"{name}: {len(lines) - 1} rows in {time.monotonic() - job_started_s:.0f} s")
                 on_rows(measured)
         finally:
-            for process in waiting:
-                process.stop()
+            if server is not None:
+                server.stop()
     on_rows(measured)
     return measured
 

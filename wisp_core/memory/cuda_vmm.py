@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from wisp_core.memory.mappings import Mappings, PageRange
 from wisp_core.memory.region import ByteRange
 
-PageRange = tuple[int, int]
-"""Half-open ``[start, stop)`` in pages from the region's start."""
+_FILLER_PAGES = 16
+"""Length of the filler: one driver call maps so many page indices to it, and a call costs as much as for one."""
 
 
 def _call(result: tuple[Any, ...]) -> Any:
@@ -61,6 +62,12 @@ class _PagePool:
         del self.free[len(self.free) - num_pages :]
         return taken
 
+    def make_filler(self) -> Any:
+        """`_FILLER_PAGES` pages in one piece, which count as pages for good."""
+        filler = _call(driver.cuMemCreate(_FILLER_PAGES * self.page_bytes, self._properties, 0))
+        self.num_pages += _FILLER_PAGES
+        return filler
+
     def trim(self) -> None:
         """Return the free pages to the driver."""
         _release(self.free)
@@ -76,7 +83,7 @@ def _release(pages: list[Any]) -> None:
 class _AddressRange:
     """A reserved range and what is mapped in it; torch keeps it alive as long as a tensor needs it.
 
-    With a ``filler``, every page index that has no page of its own maps that one page instead.
+    With a ``filler``, every page index that has no page of its own maps a page of that instead.
     """
 
     def __init__(self, num_bytes: int, pool: _PagePool, filler: Any | None) -> None:
@@ -84,6 +91,7 @@ class _AddressRange:
         self.pages: dict[int, Any] = {}  # those backed
         self._pool = pool
         self._filler = filler
+        self._filled = Mappings(_FILLER_PAGES)
         self._address = int(_call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
         # Not at exit: the driver may be gone by then, and the process's end frees everything.
         finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, filler is not None)
@@ -96,14 +104,23 @@ class _AddressRange:
 
     def fill(self, start: int, stop: int) -> None:
         """Map the filler, if there is one, at page indices ``[start, stop)``, where nothing is mapped."""
-        if self._filler is not None:
-            self._map(start, [self._filler] * (stop - start))
+        if self._filler is None or start == stop:
+            return
+        for first, last in self._filled.add(start, stop):
+            self._map(first, last, self._filler)
+        self._allow_access(start, stop)
 
     def back(self, start: int, pages: list[Any]) -> None:
         """Map ``pages`` in order from index ``start`` on, where no page is backed."""
+        stop = start + len(pages)
         if self._filler is not None:
-            self._unmap(start, start + len(pages))
-        self._map(start, pages)
+            filled_start, filled_stop = self._filled.remove(start, stop)
+            self._unmap(filled_start, filled_stop)
+            self.fill(filled_start, start)
+            self.fill(stop, filled_stop)
+        for index, page in enumerate(pages, start):
+            self._map(index, index + 1, page)
+        self._allow_access(start, stop)
         self.pages.update(enumerate(pages, start))
 
     def release(self, start: int, stop: int) -> list[Any]:
@@ -112,12 +129,14 @@ class _AddressRange:
         self.fill(start, stop)
         return [self.pages.pop(index) for index in range(start, stop)]
 
-    def _map(self, start: int, pages: list[Any]) -> None:
+    def _map(self, start: int, stop: int, physical: Any) -> None:
+        page_bytes = self._pool.page_bytes
+        _call(driver.cuMemMap(self._address + start * page_bytes, (stop - start) * page_bytes, 0, physical, 0))
+
+    def _allow_access(self, start: int, stop: int) -> None:
         page_bytes = self._pool.page_bytes
         first = self._address + start * page_bytes
-        for index, page in enumerate(pages):
-            _call(driver.cuMemMap(first + index * page_bytes, page_bytes, 0, page, 0))
-        _call(driver.cuMemSetAccess(first, len(pages) * page_bytes, [self._pool.access], 1))
+        _call(driver.cuMemSetAccess(first, (stop - start) * page_bytes, [self._pool.access], 1))
 
     def _unmap(self, start: int, stop: int) -> None:
         page_bytes = self._pool.page_bytes
@@ -162,10 +181,14 @@ class CudaRegion:
         pages = self._pool.take(len(wanted))
         if self._is_filled and wanted:
             torch.cuda.synchronize(self._device)  # a stray access in flight may still need the filler
+        fresh = []
         for start, stop in _runs(wanted):
             self._range.back(start, [pages.pop() for _ in range(start, stop)])
-            # A page may still hold weights, and attention would multiply their NaN bit patterns by zero.
-            self._tensor[start * self.page_bytes : stop * self.page_bytes].zero_()
+            fresh.append(self._tensor[start * self.page_bytes : stop * self.page_bytes])
+        if fresh:
+            # A page may still hold weights, and attention would multiply their NaN bit patterns by zero. All at once:
+            # a launch for each of many short runs takes longer than the zeros.
+            torch._foreach_zero_(fresh)
         torch.cuda.current_stream(self._device).synchronize()
 
     def release(self, ranges: Iterable[ByteRange]) -> None:
@@ -191,7 +214,7 @@ class CudaRegion:
         tensor = torch.as_tensor(self._range, device=self._device)
         self._pool.free += self._range.release(0, 1)
         if self._is_filled:
-            tensor[: self.page_bytes].zero_()  # the filler; even a stray read should find numbers
+            tensor[: 2 * _FILLER_PAGES * self.page_bytes].zero_()  # the filler; even a stray read should find numbers
         return tensor
 
     def _pages(self, ranges: Iterable[ByteRange]) -> set[int]:
@@ -227,15 +250,14 @@ class CudaBacking:
 
         Args:
             device: a CUDA device.
-            has_filler: map one shared page at every address that is not backed, so that a stray access (a padded
-                row's, say) hits nothing; without it such an access faults. Moving a page then costs about twice as
-                much, and reserving a range costs as much as backing it.
+            has_filler: map a few shared pages at every address that is not backed, so that a stray access (a padded
+                row's, say) hits nothing; without it such an access faults.
         """
         self.device = torch.device(device)
         torch.zeros(1, device=self.device)  # the driver calls need the device's context
         index = self.device.index
         self._pool = _PagePool(torch.cuda.current_device() if index is None else index)
-        self._filler = self._pool.take(1)[0] if has_filler else None
+        self._filler = self._pool.make_filler() if has_filler else None
         self.page_bytes = self._pool.page_bytes
 
     def reserve(self, name: str, num_bytes: int) -> CudaRegion:
@@ -246,7 +268,7 @@ class CudaBacking:
         """A backing with the same pages whose regions have a filler."""
         backing = copy.copy(self)
         if backing._filler is None:
-            backing._filler = self._pool.take(1)[0]
+            backing._filler = self._pool.make_filler()
         return backing
 
     def physical_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,9 @@ def run_decode(job: DecodeJob) -> Iterator[Row]:
     link_bytes_per_s, link_source = measure_link_bytes_per_s()
     memory.restart()
     replay = build_replay(job.trace)
+    started_s = time.perf_counter()
     with open_engine(job.engine, replay) as llm:
+        engine_start_s = time.perf_counter() - started_s
         if job.engine.must_offload and offloaded_bytes() == 0:
             raise RuntimeError("nothing was offloaded: every weight is on the device")
         for index, cap in enumerate(job.caps):
@@ -47,6 +50,7 @@ def run_decode(job: DecodeJob) -> Iterator[Row]:
                 row |= {
                     "link_bytes_per_s": link_bytes_per_s,
                     "link_source": link_source,
+                    "engine_start_s": engine_start_s,
                     "peak_gpu_bytes": memory.peak_bytes(),
                     "peak_gpu_source": memory.source,
                     "peak_torch_bytes": memory.torch_peak_bytes(),

@@ -9,10 +9,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.offloader import get_offloader
 from vllm.sampling_params import RequestOutputKind
 
@@ -31,13 +36,19 @@ _SETS = ("cpu_offload_params", "offload_params")  # JSON has no sets
 
 
 def build_replay(trace: TraceJob | None) -> Replay | None:
-    """The routing to replay, or None."""
-    return None if trace is None else Replay(routing_trace(TraceConfig(**trace.model_dump())))
+    """The routing to replay, or None. The trace itself is made once per process and its forks."""
+    return None if trace is None else Replay(_trace(trace))
+
+
+@cache
+def _trace(trace: TraceJob) -> npt.NDArray[np.int16]:
+    return routing_trace(TraceConfig(**trace.model_dump()))
 
 
 @contextmanager
 def open_engine(job: EngineJob, replay: Replay | None) -> Iterator[LLM]:
     """An engine in this process; its memory is free only once the process ends."""
+    _register_model_classes()
     arguments: dict[str, Any] = {"worker_cls": _WORKERS[job.device], "seed": 0, **engine_arguments(job)}
     replay_with(replay)
     llm = LLM(model=job.model, **arguments)
@@ -45,6 +56,11 @@ def open_engine(job: EngineJob, replay: Replay | None) -> Iterator[LLM]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def _register_model_classes() -> None:
+    """Tell vLLM the class itself: it would start a process, which imports all of vLLM, to look at it."""
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)
 
 
 def engine_arguments(job: EngineJob) -> dict[str, Any]:

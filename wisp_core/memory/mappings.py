@@ -1,0 +1,34 @@
+"""Which page indices of a range one driver mapping covers: a mapping can only be undone whole."""
+
+from __future__ import annotations
+
+import bisect
+
+PageRange = tuple[int, int]
+"""Half-open ``[start, stop)`` in pages from the region's start."""
+
+
+class Mappings:
+    """Mappings of at most ``longest`` pages each, side by side or apart."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._starts: list[int] = []  # ascending
+        self._stop_of: dict[int, int] = {}
+
+    def add(self, start: int, stop: int) -> list[PageRange]:
+        """Cover ``[start, stop)``, none of which is covered; returns the new mappings."""
+        pieces = [(at, min(at + self._longest, stop)) for at in range(start, stop, self._longest)]
+        index = bisect.bisect_left(self._starts, start)
+        self._starts[index:index] = [at for at, _ in pieces]
+        self._stop_of.update(pieces)
+        return pieces
+
+    def remove(self, start: int, stop: int) -> PageRange:
+        """Drop every mapping that has a page in ``[start, stop)``, all of which is covered; returns what they cover."""
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, stop)
+        dropped = self._starts[first:last]
+        del self._starts[first:last]
+        stops = [self._stop_of.pop(at) for at in dropped]
+        return dropped[0], stops[-1]
