@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from services.config import PolicySettings
 from services.policy.metrics import PolicyMetrics
+from services.policy.placed import with_placed_sessions
 from services.policy.runner import PolicyRunner
 from wisp_core.allocation.floor import floor_blocks
 from wisp_core.contracts import Barrier, Decision, DecisionRecord, Outcome, ReplicaSnapshot, ResizeOutcome, SplitPlan
@@ -78,7 +79,8 @@ class PolicyLoop:
             return {}
         self._epoch += 1
         actions: dict[str, Action] = {}
-        for snapshot in self._in_turn(await self._store.list_snapshots()):
+        snapshots = await with_placed_sessions(self._store, await self._store.list_snapshots())
+        for snapshot in self._in_turn(snapshots):
             # Renewed for each replica: a policy that hangs may take a deadline for every one of them.
             if not await self._store.acquire_lease(LEASE, self._holder, self._lease_s):
                 break

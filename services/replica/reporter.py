@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -22,11 +23,13 @@ class Reporter:
         self._last: ReplicaSnapshot | None = None
 
     async def run(self) -> None:
-        """Report until cancelled, then withdraw the snapshot."""
+        """Report each period, and at once when ``report_soon`` is set, until cancelled; then withdraw the snapshot."""
         try:
             while True:
                 await self._report_or_count()
-                await asyncio.sleep(self._period_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._state.report_soon.wait(), self._period_s)
+                self._state.report_soon.clear()
         finally:
             await self._withdraw()
 

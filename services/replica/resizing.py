@@ -7,7 +7,7 @@ import contextlib
 import logging
 
 from services.replica.state import ReplicaState
-from wisp_core.contracts import ResizeOutcome, SplitPlan
+from wisp_core.contracts import Barrier, ResizeOutcome, SplitPlan
 from wisp_core.errors import EngineUnavailableError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,15 @@ class PlanFollower:
                     await self._log(outcome)
 
     async def _apply(self, plan: SplitPlan) -> ResizeOutcome | None:
+        """Resize, and let routers know at once when a drain begins and when it ends."""
         try:
-            return await self._state.engine.resize(plan)
+            resize = asyncio.ensure_future(self._state.engine.resize(plan))
+            if plan.barrier is Barrier.DRAINED:
+                await asyncio.sleep(0)  # until the engine says that it drains
+                self._state.report_soon.set()
+            outcome = await resize
+            self._state.report_soon.set()
+            return outcome
         except EngineUnavailableError:
             logger.warning("plan %d found no engine", plan.revision)
         except Exception:  # one bad plan must not end all resizing

@@ -24,6 +24,9 @@ class ReplicaState:
     engine_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the present engine is known to be dead or hung; a restart puts a new event here."""
 
+    report_soon: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something happens that routers should know before the next report is due."""
+
     @property
     def can_serve(self) -> bool:
         """Whether the present engine answers, as far as is known."""

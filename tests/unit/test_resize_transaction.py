@@ -8,6 +8,7 @@ import pytest
 from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE, FakeEngine
 
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
+from wisp_core.engine.reports import TakeReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.errors import CapacityError, EngineUnavailableError
 
@@ -264,3 +265,17 @@ async def test_a_failure_while_drained_resumes() -> None:
     engine.fail_at = ["unmap"]
     outcome = await drained(engine, resizer)
     assert (outcome.outcome, engine.is_drained, engine.log[-1]) == (Outcome.FAILED, False, "resume")
+
+
+async def test_it_says_that_it_drains_from_the_plan_s_acceptance_to_its_end() -> None:
+    engine, resizer = await started()
+    seen: list[bool] = []
+    take = engine.take_groups
+
+    async def watched(num_groups: int) -> TakeReport:
+        seen.append(resizer.is_draining)
+        return await take(num_groups)
+
+    engine.take_groups = watched  # type: ignore[method-assign]
+    assert (await drained(engine, resizer)).outcome is Outcome.APPLIED
+    assert (seen, resizer.is_draining) == ([True], False)

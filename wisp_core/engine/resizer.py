@@ -88,10 +88,12 @@ class Resizer:
         if self._in_progress is not None:
             return self._outcome(plan, Outcome.CONFLICT, f"revision {self._in_progress} is in progress")
         self._in_progress = plan.revision
+        self._is_draining = plan.barrier is Barrier.DRAINED
         try:
             outcome = await self._carry_out(plan)
         finally:
             self._in_progress = None
+            self._is_draining = False
         self._last_revision = plan.revision
         self._handled = {plan.revision: outcome} if outcome.outcome in _FINAL else {}
         return outcome
@@ -133,7 +135,6 @@ class Resizer:
 
     async def _act_drained(self, move: Move, taken: list[int]) -> float:
         """`_act` while nothing runs; returns the time from the drained state to the end, in seconds."""
-        self._is_draining = True
         try:
             try:
                 await self._control.drain(self._drain_timeout_s)
@@ -143,7 +144,6 @@ class Resizer:
             await self._act(move, taken)
             return time.perf_counter() - started_s
         finally:
-            self._is_draining = False
             await self._control.resume()
 
     async def _act(self, move: Move, taken: list[int]) -> None:
