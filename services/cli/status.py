@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from services.app import read_service_file
 from services.secret_files import read_or_create, secret_path
@@ -30,69 +32,66 @@ def fetch_status(state_dir: Path) -> dict[str, Any]:
 
 def show_status(state_dir: Path) -> None:
     """Print replicas, sessions and the last decisions."""
-    status = fetch_status(state_dir)
-    console = Console()
-    console.print(_replicas(status["replicas"]))
-    console.print(_decisions(status["replicas"]))
+    print_status(fetch_status(state_dir), Console())
+
+
+def print_status(status: dict[str, Any], console: Console) -> None:
+    """Print ``status``, readable in 80 columns."""
+    console.print("Replicas", style="bold")
+    for replica in status["replicas"]:
+        _print_replica(replica, console)
+    console.print("\nLast decisions, newest first", style="bold")
+    for replica in status["replicas"]:
+        _print_decisions(replica, console)
+    console.print("\nSessions", style="bold")
     console.print(_sessions(status["sessions"]))
 
 
-def _table(title: str, text: tuple[str, ...], numbers: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title)
-    for name in text:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+def _print_entry(console: Console, first: str, second: str) -> None:
+    """Two lines, the second set in: nine figures, or a reason, do not fit into columns."""
+    console.print(Text(first))
+    console.print(Padding(Text(second), (0, 0, 0, 2)))
 
 
 def _split(split: dict[str, Any]) -> str:
     return f"{split['cap']} slots, {split['kv_blocks']} blocks"
 
 
-def _replicas(replicas: list[dict[str, Any]]) -> Table:
-    table = _table(
-        "Replicas",
-        ("replica", "state", "split"),
-        ("resident / budget, MiB", "running", "waiting", "KV used", "decode steps/s", "plan"),
+def _print_replica(replica: dict[str, Any], console: Console) -> None:
+    one, kv = replica["snapshot"], replica["snapshot"]["kv"]
+    state = "stale" if replica["is_stale"] else "serving" if one["is_healthy"] else "engine down"
+    _print_entry(
+        console,
+        f"{one['replica_id']}  {'resizing' if one['is_resizing'] else state}; {_split(one['split'])}, "
+        f"{kv['used_blocks']} of them used",
+        f"{one['resident_bytes'] / 2**20:.1f} MiB resident of {one['budget_bytes'] / 2**20:.1f}; "
+        f"{kv['running_turns']} running, {kv['waiting_turns']} waiting; "
+        f"{one['decode_steps_per_s']:.1f} decode steps/s; plan {one['plan_revision']}",
     )
-    for replica in replicas:
-        one = replica["snapshot"]
-        state = "stale" if replica["is_stale"] else "serving" if one["is_healthy"] else "engine down"
-        table.add_row(
-            one["replica_id"],
-            "resizing" if one["is_resizing"] else state,
-            _split(one["split"]),
-            f"{one['resident_bytes'] / 2**20:.1f} / {one['budget_bytes'] / 2**20:.1f}",
-            str(one["kv"]["running_turns"]),
-            str(one["kv"]["waiting_turns"]),
-            str(one["kv"]["used_blocks"]),
-            f"{one['decode_steps_per_s']:.1f}",
-            str(one["plan_revision"]),
+
+
+def _print_decisions(replica: dict[str, Any], console: Console) -> None:
+    outcomes = {outcome["revision"]: outcome for outcome in replica["outcomes"]}
+    for record in replica["decisions"][:_LAST]:
+        outcome = outcomes.get(record["plan_revision"])
+        done = "pending" if record["plan_revision"] is not None else "hold"
+        if outcome:
+            done = f"{outcome['outcome']}: {outcome['reason']}"
+        before, decided = _split(record["before"]), _split(record["decision"]["split"])
+        change = before if before == decided else f"{before} -> {decided}"
+        _print_entry(
+            console,
+            f"{record['replica_id']}  {change}; {done}",
+            f"{record['policy']}: {record['decision']['reason']}",
         )
-    return table
-
-
-def _decisions(replicas: list[dict[str, Any]]) -> Table:
-    table = _table("Last decisions", ("replica", "policy", "before", "decided", "reason", "outcome"))
-    for replica in replicas:
-        outcomes = {outcome["revision"]: outcome for outcome in replica["outcomes"]}
-        for record in replica["decisions"][:_LAST]:
-            outcome = outcomes.get(record["plan_revision"])
-            done = "pending" if record["plan_revision"] is not None else "hold"
-            table.add_row(
-                record["replica_id"],
-                record["policy"],
-                _split(record["before"]),
-                _split(record["decision"]["split"]),
-                record["decision"]["reason"],
-                f"{outcome['outcome']}: {outcome['reason']}" if outcome else done,
-            )
-    return table
 
 
 def _sessions(sessions: list[dict[str, Any]]) -> Table:
-    table = _table("Sessions", ("session", "replica"), ("turns", "failed", "TTFT, s", "tokens/s", "cached", "hits"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("session", "replica"):
+        table.add_column(name, overflow="fold")
+    for name in ("turns", "failed", "TTFT s", "tok/s", "cached", "hits"):
+        table.add_column(name, justify="right")
     for one in sessions:
         ttft_s = one["ttft_sum_s"] / one["ttft_turns"] if one["ttft_turns"] else 0.0
         # From arrival to end: an unstreamed turn comes in one piece and has no decode time of its own.

@@ -1,0 +1,88 @@
+"""What `wisp status` prints is readable in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from services.cli.status import print_status
+
+SESSION = {
+    "session_key": "initech/user-0/burst-0-1",
+    "home": "vr3bbh0o",
+    "replica_id": "vr3bbh0o",
+    "turns": 25,
+    "failed_turns": 0,
+    "ttft_sum_s": 14.25,
+    "ttft_turns": 25,
+    "decode_s": 20.0,
+    "completion_tokens": 500,
+    "cached_tokens": 65,
+    "prompt_tokens": 100,
+    "expert_hits": 99,
+    "expert_lookups": 100,
+}
+
+
+def split(cap: int, kv_blocks: int) -> dict[str, int]:
+    return {"cap": cap, "kv_blocks": kv_blocks}
+
+
+def decision(before: dict[str, int], after: dict[str, int], revision: int | None, reason: str) -> dict[str, Any]:
+    return {
+        "replica_id": "vr3bbh0o",
+        "policy": "mv_wsa",
+        "before": before,
+        "decision": {"split": after, "reason": reason},
+        "plan_revision": revision,
+    }
+
+
+def replica(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    snapshot = {
+        "replica_id": "vr3bbh0o",
+        "is_healthy": True,
+        "is_resizing": False,
+        "split": split(128, 12345),
+        "resident_bytes": 22_000 << 20,
+        "budget_bytes": 22_528 << 20,
+        "kv": {"running_turns": 16, "waiting_turns": 2, "used_blocks": 12000},
+        "decode_steps_per_s": 123.4,
+        "plan_revision": 1234,
+    }
+    outcome = {"revision": 7, "outcome": "deferred", "reason": "194 KV blocks are below the 291 that turns need"}
+    return {"snapshot": snapshot | changes, "is_stale": False, "decisions": list(decisions), "outcomes": [outcome]}
+
+
+def printed(*replicas: dict[str, Any]) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    print_status({"replicas": list(replicas), "sessions": [SESSION]}, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_names_and_figures_are_not_broken() -> None:
+    lines = printed(replica(is_healthy=False))
+    assert lines[1] == "vr3bbh0o  engine down; 128 slots, 12345 blocks, 12000 of them used"
+    assert lines[2].startswith("  22000.0 MiB resident of 22528.0; 16 running, 2 waiting; 123.4 decode steps/s;")
+    assert any("initech/user-0/burst-0-1" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_decision_says_what_changed_how_it_ended_and_why() -> None:
+    text = " ".join(
+        " ".join(
+            printed(
+                replica(
+                    decision(split(11, 314), split(21, 194), 7, "mv_wsa: predicted 1.048 -> 0.568 s/s"),
+                    decision(split(11, 314), split(11, 314), None, "hold: no decode step in the window"),
+                    decision(split(11, 314), split(12, 302), 8, "[half] of the budget"),
+                )
+            )
+        ).split()
+    )
+    assert "vr3bbh0o 11 slots, 314 blocks -> 21 slots, 194 blocks; deferred: 194 KV blocks are below" in text
+    assert "vr3bbh0o 11 slots, 314 blocks; hold mv_wsa: hold: no decode step in the window" in text
+    assert "12 slots, 302 blocks; pending mv_wsa: [half] of the budget" in text
