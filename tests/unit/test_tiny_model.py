@@ -153,3 +153,10 @@ def test_bad_settings_are_all_named_at_once() -> None:
         TinyModelConfig(arch="gpt2", top_k=64, topics=512, dtype="int4")
     for setting in ("arch 'gpt2'", "top_k 64", "hidden 256", "dtype 'int4'", "topics x words_per_topic"):
         assert setting in str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    with pytest.raises(ConfigurationError, match="give another directory"):
+        write_tiny_model(taken / "model", TinyModelConfig())

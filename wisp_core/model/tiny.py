@@ -90,8 +90,14 @@ class TinyModelConfig:
 
 
 def write_tiny_model(directory: Path, config: TinyModelConfig) -> None:
-    """Write config, weights, tokenizer and chat template into ``directory``; equal configs give equal bytes."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write config, weights, tokenizer and chat template into ``directory``; equal configs give equal bytes.
+
+    Raises ConfigurationError when ``directory`` cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{directory} cannot be made: {error.strerror}; give another directory") from error
     dtype = getattr(torch, config.dtype)
     tensors = {name: torch.from_numpy(array).to(dtype, copy=True) for name, array in _tensors(config)}
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
