@@ -22,7 +22,14 @@ from wisp_core.settings import WispSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-Config = TypeVar("Config", configs.DecodeConfig, configs.PrefillConfig, configs.ResizeConfig)
+Config = TypeVar(
+    "Config",
+    configs.DecodeConfig,
+    configs.PrefillConfig,
+    configs.ResizeConfig,
+    configs.BudgetConfig,
+    configs.IdentityConfig,
+)
 
 Model = Annotated[str | None, typer.Option(help="A shape's name, or a directory with a checkpoint.")]
 Caps = Annotated[str | None, typer.Option(help="Shares of the experts on the device, such as 0.25,0.5.")]
@@ -64,6 +71,8 @@ _PREFILL_COLUMNS = (
 )
 _ONLINE_COLUMNS = ("policy", "cap", "turns_per_s", "makespan_s", "ttft_p95_s", "failed_turns", "resizes", "bytes_moved")
 _RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
+_BUDGET_COLUMNS = ("mode", "budget_bytes", "peak_gpu_bytes", "is_within_budget", "ballast_bytes", "pooled_bytes")
+_IDENTITY_COLUMNS = ("mode", "has_graphs", "is_resized", "cap", "prompts", "output_hash")
 
 
 @app.command()
@@ -123,14 +132,103 @@ def prefill(
 
 
 @app.command()
+def latency(
+    model: Model = None,
+    cap: Caps = None,
+    baselines: Modes = None,
+    output: Annotated[Path | None, typer.Option(help="Directory of both results files.")] = None,
+    log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """`decode` and `prefill` with one engine for each mode: starting engines takes most of the time of either."""
+    is_gpu = configs.is_gpu_machine()
+    decode_config = configs.decode_h200() if is_gpu else configs.decode_cpu()
+    prefill_config = configs.prefill_h200() if is_gpu else configs.prefill_cpu()
+    engine = _engine(decode_config.engine, model, "trace", host_memory_gb)
+    changes: dict[str, Any] = {"engine": engine}
+    if cap is not None:
+        changes["fractions"] = _floats(cap)
+    if baselines is not None:
+        changes["baselines"] = _baselines(baselines)
+    decode_config = dataclasses.replace(decode_config, **changes)
+    engine = _engine(prefill_config.engine, model, "trace", host_memory_gb)
+    prefill_config = dataclasses.replace(prefill_config, engine=engine)
+    parts = (
+        (decode_config, summary.decode_summary, _DECODE_COLUMNS),
+        (prefill_config, summary.prefill_summary, _PREFILL_COLUMNS),
+    )
+    directory = (output or report.RESULTS).resolve()
+    command = _command()
+
+    def own(measured: Measured, name: str) -> Measured:
+        rows = [row for row in measured.rows if row.get("benchmark", name) == name]
+        return dataclasses.replace(measured, rows=[{k: v for k, v in r.items() if k != "benchmark"} for r in rows])
+
+    def save(measured: Measured) -> None:
+        for config, summarize, _ in parts:
+            mine = own(measured, config.name)
+            path = directory / f"{config.name}-{engine.device}.json"
+            report.write_result(path, config, command, mine, summarize(mine.rows))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = plan.latency_jobs(decode_config, prefill_config, plan.find_model(engine.model, Path(scratch)))
+        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
+    for config, summarize, columns in parts:
+        mine = own(measured, config.name)
+        report.print_table(f"{config.name}: {engine.model}", mine.rows, columns)
+        path = directory / f"{config.name}-{engine.device}.json"
+        typer.echo(report.last_line(config, path, mine, summarize(mine.rows)))
+    if all("error" in row for row in measured.rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def budget(
+    model: Model = None,
+    vram_budget_gb: Annotated[str | None, typer.Option(help="Budgets, 1e9 bytes, such as 16,24.")] = None,
+    output: Output = None,
+    log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Peak of GPU memory as the driver counts it, while another process holds the rest of the card (GPU)."""
+    if not configs.is_gpu_machine():
+        raise ConfigurationError("`wisp bench budget` needs a GPU")
+    config = configs.budget_h200()
+    config = dataclasses.replace(config, engine=_engine(config.engine, model, "real", host_memory_gb))
+    if vram_budget_gb is not None:
+        config = dataclasses.replace(config, budgets_bytes=tuple(int(gb * 1e9) for gb in _floats(vram_budget_gb)))
+    _run(config, plan.budget_jobs, summary.budget_summary, _BUDGET_COLUMNS, output, log_dir, deadline_s)
+
+
+@app.command()
+def identity(
+    model: Model = None,
+    output: Output = None,
+    log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Answers, tokens and log-probabilities, of paged engines against resident ones (GPU)."""
+    if not configs.is_gpu_machine():
+        raise ConfigurationError("`wisp bench identity` needs a GPU; on a CPU, tests/engine/test_paged_identity.py")
+    config = configs.identity_h200()
+    config = dataclasses.replace(config, engine=_engine(config.engine, model, "real", host_memory_gb))
+    _run(config, plan.identity_jobs, summary.identity_summary, _IDENTITY_COLUMNS, output, log_dir, deadline_s)
+
+
+@app.command()
 def resize(
     model: Model = None,
     vram_budget_gb: Annotated[float | None, typer.Option(help="Budget of the engine, 1e9 bytes.")] = None,
     step_mib: Annotated[float | None, typer.Option(help="Least memory to move at a time, MiB.")] = None,
-    resizes: Annotated[int | None, typer.Option(min=2)] = None,
+    resizes: Annotated[int | None, typer.Option(min=2, help="Between requests, to and fro.")] = None,
+    traffic: Annotated[int | None, typer.Option(min=1, help="Resizes to any split while requests run.")] = None,
     output: Output = None,
     log_dir: Logs = None,
     host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
 ) -> None:
     """Pause of the engine while memory moves between experts and KV, in both directions."""
     config = configs.resize_h200() if configs.is_gpu_machine() else configs.resize_cpu()
@@ -141,8 +239,10 @@ def resize(
         changes["step_bytes"] = int(step_mib * 2**20)
     if resizes is not None:
         changes["resizes"] = resizes
+    if traffic is not None:
+        changes["resizes_under_traffic"] = traffic
     config = dataclasses.replace(config, **changes)
-    _run(config, plan.resize_jobs, summary.resize_summary, _RESIZE_COLUMNS, output, log_dir, None)
+    _run(config, plan.resize_jobs, summary.resize_summary, _RESIZE_COLUMNS, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -222,7 +322,7 @@ def _run(
 ) -> None:
     """Run, save after every engine, print; exit code 1 when no engine gave a row."""
     path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = "wisp bench " + shlex.join(sys.argv[1:])
+    command = _command()
 
     def save(measured: Measured) -> None:
         report.write_result(path, config, command, measured, summarize(measured.rows))
@@ -234,6 +334,10 @@ def _run(
     typer.echo(report.last_line(config, path, measured, summarize(measured.rows)))
     if all("error" in row for row in measured.rows):
         raise typer.Exit(1)
+
+
+def _command() -> str:
+    return "wisp bench " + shlex.join(sys.argv[1:])
 
 
 def _say(text: str) -> None:

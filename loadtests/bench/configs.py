@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,10 @@ class PrefillConfig:
     prompt_tokens: tuple[int, ...] = (32, 128, 300, 2000, 8000)
     batches: tuple[int, ...] = (1, 4)
     chunk_tokens: tuple[int, ...] = (2048, 8192)
-    repeats: int = 3
+    repeats: int = 2
+    enough_s: float = 2.5  # of one kind: a pass over all experts takes most of a second
+    baseline_enough_s: float = 1.0
+    baseline_max_total_tokens: int = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +85,39 @@ class ResizeConfig:
     budget_bytes: int
     step_bytes: int
     resizes: int = 20
+    resizes_under_traffic: int = 200
     batch: int = 4
     prompt_tokens: int = 128
     max_model_len: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """Memory that the system counts while everything happens that takes memory."""
+
+    name: str = "budget"
+    engine: EngineConfig
+    budgets_bytes: tuple[int, ...]
+    prompt_tokens: int = 8000
+    batch: int = 8
+    resizes: int = 6
+    max_model_len: int = 8192
+    chunk_tokens: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityConfig:
+    """Answers of paged engines against resident ones."""
+
+    name: str = "identity"
+    engine: EngineConfig
+    caps: tuple[int, ...] = (8, 16, 32, 64, 128)
+    splits: tuple[int, ...] = (32, 64, 12, 48)  # caps of the engine that is resized
+    budget_bytes: int
+    prompt_tokens: tuple[int, ...] = (32, 100, 300, 700, 2000, 8000)
+    batches: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    sets: int = 3  # of prompts at each batch size
+    answer_tokens: int = 16
 
 
 def decode_h200() -> DecodeConfig:
@@ -125,16 +158,31 @@ def prefill_cpu() -> PrefillConfig:
 
 def resize_h200() -> ResizeConfig:
     """Steps of 1 GiB of a 30B-A3B shape in a budget of 24 GB."""
-    # One GiB for what vLLM's profiling does not see: CUDA's context and the captured graphs.
-    engine = replace(gpu_engine("qwen3-30b-a3b", kv_bytes=0), wisp={"activation_bytes": _GIB})
-    return ResizeConfig(engine=engine, budget_bytes=24 * 10**9, step_bytes=_GIB)
+    return ResizeConfig(engine=gpu_engine("qwen3-30b-a3b", kv_bytes=0), budget_bytes=24 * 10**9, step_bytes=_GIB)
 
 
 def resize_cpu() -> ResizeConfig:
     """Steps of 8 MiB of the tiny shape."""
     return ResizeConfig(
-        engine=cpu_engine(), budget_bytes=128 << 20, step_bytes=8 << 20, resizes=6, prompt_tokens=48, max_model_len=512
+        engine=cpu_engine(),
+        budget_bytes=128 << 20,
+        step_bytes=8 << 20,
+        resizes=6,
+        resizes_under_traffic=8,
+        prompt_tokens=48,
+        max_model_len=512,
     )
+
+
+def budget_h200() -> BudgetConfig:
+    """A 30B-A3B shape in 16, 24 and 48 GB of a larger card, whose rest another process holds."""
+    engine = gpu_engine("qwen3-30b-a3b", kv_bytes=0)
+    return BudgetConfig(engine=engine, budgets_bytes=(16 * 10**9, 24 * 10**9, 48 * 10**9))
+
+
+def identity_h200() -> IdentityConfig:
+    """Four layers of the 30B-A3B shape: breadth of prompts, caps and batches."""
+    return IdentityConfig(engine=gpu_engine("qwen3-30b-a3b-4-layers", kv_bytes=8 * _GIB), budget_bytes=12 * _GIB)
 
 
 def gpu_engine(model: str, kv_bytes: int) -> EngineConfig:

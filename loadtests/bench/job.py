@@ -58,9 +58,22 @@ class PrefillJob(_Job):
     cap: int = Field(description="Reported, and set when the engine has a pager.")
     batches: tuple[int, ...] = Field(description="Prompts at once.")
     prompt_tokens: tuple[int, ...]
-    repeats: int
+    chunk_tokens: tuple[int, ...] = Field(description="Tokens of a pass, at most the engine's.")
+    max_total_tokens: int = Field(description="Longer prompts together are left out.")
+    repeats: int = Field(description="Runs of each kind that are timed, after one that is not.")
+    enough_s: float = Field(description="No further run once they took so long; a single one is timed, though.")
     vocab_size: int
     seed: int
+
+
+class LatencyJob(_Job):
+    """Both of one engine."""
+
+    kind: str = "latency"
+    engine: EngineJob
+    trace: TraceJob | None
+    decode: DecodeJob
+    prefill: PrefillJob | None
 
 
 class ResizeJob(_Job):
@@ -70,15 +83,47 @@ class ResizeJob(_Job):
     engine: EngineJob
     wisp: dict[str, object] = Field(description="Settings of the paged engine.")
     step_bytes: int = Field(description="Bytes to move at a time, at least.")
-    resizes: int
+    resizes: int = Field(description="Between requests, to and fro.")
+    resizes_under_traffic: int = Field(description="To any split, while requests run.")
     batch: int
     prompt_tokens: int
     vocab_size: int
     seed: int
 
 
-JOBS: dict[str, type[DecodeJob] | type[PrefillJob] | type[ResizeJob]] = {
+class BudgetJob(_Job):
+    """Load, decode, prefill and resize beside a process that leaves no more than the budget."""
+
+    kind: str = "budget"
+    engine: EngineJob
+    wisp: dict[str, object] = Field(description="Settings of the paged engine, with its budget.")
+    prompt_tokens: int
+    batch: int
+    resizes: int
+    vocab_size: int
+    seed: int
+
+
+class IdentityJob(_Job):
+    """Answers of many prompts, tokens and log-probabilities, at each cap or split."""
+
+    kind: str = "identity"
+    engine: EngineJob
+    caps: tuple[int, ...] = Field(description="One that is not paged has one.")
+    wisp: dict[str, object] | None = Field(description="Settings of an engine that is resized to the caps by WiSP.")
+    batches: tuple[tuple[int, ...], ...] = Field(description="Prompt lengths of the requests that run together.")
+    answer_tokens: int
+    vocab_size: int
+    seed: int
+
+
+Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob
+
+JOBS: dict[str, type[Job]] = {
     "decode": DecodeJob,
     "prefill": PrefillJob,
+    "latency": LatencyJob,
     "resize": ResizeJob,
+    "budget": BudgetJob,
+    "identity": IdentityJob,
 }

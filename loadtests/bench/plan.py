@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loadtests.bench.configs import DecodeConfig, EngineConfig, PrefillConfig, ResizeConfig
-from loadtests.bench.job import DecodeJob, EngineJob, PrefillJob, ResizeJob, TraceJob
-from loadtests.bench.modes import Mode, mode_arguments
+from loadtests.bench.configs import (
+    BudgetConfig,
+    DecodeConfig,
+    EngineConfig,
+    IdentityConfig,
+    PrefillConfig,
+    ResizeConfig,
+)
+from loadtests.bench.job import (
+    BudgetJob,
+    DecodeJob,
+    EngineJob,
+    IdentityJob,
+    Job,
+    LatencyJob,
+    PrefillJob,
+    ResizeJob,
+    TraceJob,
+)
+from loadtests.bench.modes import BASELINES, Mode, mode_arguments
 from loadtests.shapes import SHAPES, Shape, read_shape, write_shape
 
-NamedJob = tuple[str, DecodeJob | PrefillJob | ResizeJob]
+NamedJob = tuple[str, Job]
 
 _SEED = 1
+_MAX_TRACE_POSITIONS = 1024  # a longer session's routing starts over: a long prompt needs nearly every expert anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +58,62 @@ def find_model(name: str, scratch: Path) -> Model:
 
 def decode_jobs(config: DecodeConfig, model: Model) -> list[NamedJob]:
     """Resident first, then the pager at all its caps in one engine, then the baselines."""
+    positions = _decode_positions(config)
+    limits = {"max_model_len": positions, "max_num_batched_tokens": max(256, 8 * config.prompt_tokens)}
+    trace = _trace(config.engine, model.shape, max(config.batches), positions)
+    return list(_decode_jobs(config, model, trace, limits))
+
+
+def prefill_jobs(config: PrefillConfig, model: Model) -> list[NamedJob]:
+    """Every mode at all chunk sizes."""
+    trace = _trace(config.engine, model.shape, max(config.batches), max(config.prompt_tokens) + 2)
+    return [
+        (f"{mode.value}-{_mode_cap(config, model.shape, mode)}", _prefill_job(config, model, mode, trace))
+        for mode in config.modes
+    ]
+
+
+def latency_jobs(decode: DecodeConfig, prefill: PrefillConfig, model: Model) -> list[NamedJob]:
+    """Both in the engines of the decode run, which then have room for the longest prompt; every mode once in each."""
+    positions = max(_decode_positions(decode), _prefill_positions(prefill))
+    limits = {"max_model_len": positions, "max_num_batched_tokens": max(prefill.chunk_tokens)}
+    trace = _trace(decode.engine, model.shape, max(*decode.batches, *prefill.batches), positions)
+    decode = replace(decode, engine=replace(decode.engine, kv_bytes=prefill.engine.kv_bytes))
+    waiting = set(prefill.modes)
+    jobs: list[NamedJob] = []
+    for name, job in _decode_jobs(decode, model, trace, limits):
+        mode = Mode(job.engine.mode)
+        has_prompts = mode in waiting and _mode_cap(prefill, model.shape, mode) in job.caps
+        measured = _prefill_job(prefill, model, mode, trace) if has_prompts else None
+        waiting -= {mode} if has_prompts else set()
+        jobs.append((name, LatencyJob(engine=job.engine, trace=trace, decode=job, prefill=measured)))
+    return jobs
+
+
+def _decode_positions(config: DecodeConfig) -> int:
+    return config.prompt_tokens + config.warmup_tokens + config.timed_tokens
+
+
+def _prefill_positions(config: PrefillConfig) -> int:
+    return max(config.prompt_tokens) + 2
+
+
+def _mode_cap(config: PrefillConfig, shape: Shape, mode: Mode) -> int:
+    return shape.experts if mode is Mode.RESIDENT else _cap(shape, config.fraction)
+
+
+def _decode_jobs(
+    config: DecodeConfig, model: Model, trace: TraceJob | None, limits: dict[str, Any]
+) -> Iterator[tuple[str, DecodeJob]]:
     shape = model.shape
     caps = tuple(sorted({_cap(shape, fraction) for fraction in config.fractions}))
     wanted = [(Mode.RESIDENT, (shape.experts,)), *([(Mode.PAGED, caps)] if caps else [])]
     wanted += [(mode, (_cap(shape, fraction),)) for mode, fraction in config.baselines]
-    positions = config.prompt_tokens + config.warmup_tokens + config.timed_tokens
-    trace = _trace(config.engine, shape, max(config.batches), positions)
-    limits = {"max_model_len": positions, "max_num_batched_tokens": max(256, 8 * config.prompt_tokens)}
     compared_tokens = min(
         config.warmup_tokens + config.timed_tokens, config.baseline_warmup_tokens + config.baseline_timed_tokens
     )
-    jobs: list[NamedJob] = []
     for mode, mode_caps in wanted:
-        is_baseline = mode not in (Mode.RESIDENT, Mode.PAGED)
+        is_baseline = mode in BASELINES
         job = DecodeJob(
             engine=_engine_job(_with_graphs(config.engine, config.batches), model, mode, mode_caps[0], limits),
             trace=trace,
@@ -63,63 +126,124 @@ def decode_jobs(config: DecodeConfig, model: Model) -> list[NamedJob]:
             vocab_size=shape.vocab_size,
             seed=_SEED,
         )
-        jobs.append((f"{mode.value}-{mode_caps[0]}", job))
-    return jobs
+        yield f"{mode.value}-{mode_caps[0]}", job
 
 
-def prefill_jobs(config: PrefillConfig, model: Model) -> list[NamedJob]:
-    """Every mode at every chunk size, an engine each."""
-    shape = model.shape
-    cap = _cap(shape, config.fraction)
-    positions = max(config.prompt_tokens) + 2
-    trace = _trace(config.engine, shape, max(config.batches), positions)
-    jobs: list[NamedJob] = []
-    for chunk_tokens in config.chunk_tokens:
-        for mode in config.modes:
-            mode_cap = shape.experts if mode is Mode.RESIDENT else cap
-            limits = {"max_model_len": positions, "max_num_batched_tokens": chunk_tokens}
-            job = PrefillJob(
-                engine=_engine_job(config.engine, model, mode, mode_cap, limits),
-                trace=trace,
-                cap=mode_cap,
-                batches=config.batches,
-                prompt_tokens=config.prompt_tokens,
-                repeats=config.repeats,
-                vocab_size=shape.vocab_size,
-                seed=_SEED,
-            )
-            jobs.append((f"{mode.value}-{mode_cap}-chunk-{chunk_tokens}", job))
-    return jobs
+def _prefill_job(config: PrefillConfig, model: Model, mode: Mode, trace: TraceJob | None) -> PrefillJob:
+    cap = _mode_cap(config, model.shape, mode)
+    is_baseline = mode in BASELINES
+    limits = {"max_model_len": _prefill_positions(config), "max_num_batched_tokens": max(config.chunk_tokens)}
+    return PrefillJob(
+        engine=_engine_job(config.engine, model, mode, cap, limits),
+        trace=trace,
+        cap=cap,
+        batches=config.batches,
+        prompt_tokens=config.prompt_tokens,
+        chunk_tokens=config.chunk_tokens,
+        max_total_tokens=(
+            config.baseline_max_total_tokens if is_baseline else max(config.batches) * max(config.prompt_tokens)
+        ),
+        repeats=config.repeats,
+        enough_s=config.baseline_enough_s if is_baseline else config.enough_s,
+        vocab_size=model.shape.vocab_size,
+        seed=_SEED,
+    )
 
 
 def resize_jobs(config: ResizeConfig, model: Model) -> list[NamedJob]:
     """One engine that WiSP sizes."""
     engine_args = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
-    job = EngineJob(
+    job = ResizeJob(
+        engine=_sized_engine_job(config.engine, model, engine_args),
+        wisp={"vram_budget_bytes": config.budget_bytes, **config.engine.wisp},
+        step_bytes=config.step_bytes,
+        resizes=config.resizes,
+        resizes_under_traffic=config.resizes_under_traffic,
+        batch=config.batch,
+        prompt_tokens=config.prompt_tokens,
+        vocab_size=model.shape.vocab_size,
+        seed=_SEED,
+    )
+    return [("paged-resize", job)]
+
+
+def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:
+    """One engine that WiSP sizes in each budget."""
+    engine_args = {
+        "max_model_len": config.max_model_len,
+        "max_num_batched_tokens": config.chunk_tokens,
+        "enable_prefix_caching": False,
+    }
+    jobs: list[NamedJob] = []
+    for budget_bytes in config.budgets_bytes:
+        job = BudgetJob(
+            engine=_sized_engine_job(config.engine, model, engine_args),
+            wisp={"vram_budget_bytes": budget_bytes, **config.engine.wisp},
+            prompt_tokens=config.prompt_tokens,
+            batch=config.batch,
+            resizes=config.resizes,
+            vocab_size=model.shape.vocab_size,
+            seed=_SEED,
+        )
+        jobs.append((f"paged-in-{budget_bytes / 1e9:g}-gb", job))
+    return jobs
+
+
+def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
+    """Resident and paged, with CUDA graphs and without; and one that WiSP resizes."""
+    shape = model.shape
+    longest = max(config.prompt_tokens)
+    limits = {"max_model_len": longest + config.answer_tokens, "max_num_batched_tokens": longest}
+    batches = _prompt_lengths(config)
+    with_graphs = _with_graphs(config.engine, config.batches)
+    without = replace(config.engine, engine_args={**_without_graphs(config.engine.engine_args), "enforce_eager": True})
+
+    def job(engine: EngineJob, caps: tuple[int, ...], wisp: dict[str, object] | None = None) -> IdentityJob:
+        return IdentityJob(
+            engine=engine,
+            caps=caps,
+            wisp=wisp,
+            batches=batches,
+            answer_tokens=config.answer_tokens,
+            vocab_size=shape.vocab_size,
+            seed=_SEED,
+        )
+
+    jobs: list[NamedJob] = []
+    for kind, engine in (("graphs", with_graphs), ("eager", without)):
+        for mode, caps in ((Mode.RESIDENT, (shape.experts,)), (Mode.PAGED, config.caps)):
+            jobs.append((f"{mode.value}-{kind}", job(_engine_job(engine, model, mode, caps[0], limits), caps)))
+    sized = _sized_engine_job(with_graphs, model, {**limits, "enable_prefix_caching": False})
+    wisp: dict[str, object] = {"vram_budget_bytes": config.budget_bytes, **config.engine.wisp}
+    return [*jobs, ("paged-resized", job(sized, config.splits, wisp))]
+
+
+def _prompt_lengths(config: IdentityConfig) -> tuple[tuple[int, ...], ...]:
+    """Mixed lengths at each batch size; the longest in one of each."""
+    rng = random.Random(_SEED)
+    *shorter, longest = sorted(config.prompt_tokens)
+    return tuple(
+        tuple(longest if index == at == 0 else rng.choice(shorter) for at in range(batch))
+        for batch in config.batches
+        for index in range(config.sets)
+    )
+
+
+def _sized_engine_job(config: EngineConfig, model: Model, engine_args: dict[str, Any]) -> EngineJob:
+    """An engine whose memory WiSP sizes."""
+    return EngineJob(
         mode=Mode.PAGED.value,
         model=str(model.directory),
-        device=config.engine.device,
-        engine_args=config.engine.engine_args | engine_args,
+        device=config.device,
+        engine_args=config.engine_args | engine_args,
         has_made_up_weights=model.has_made_up_weights,
-        env=config.engine.env,
-        timeout_s=config.engine.timeout_s,
+        env=config.env,
+        timeout_s=config.timeout_s,
     )
-    wisp: dict[str, Any] = {"vram_budget_bytes": config.budget_bytes, **config.engine.wisp}
-    return [
-        (
-            "paged-resize",
-            ResizeJob(
-                engine=job,
-                wisp=wisp,
-                step_bytes=config.step_bytes,
-                resizes=config.resizes,
-                batch=config.batch,
-                prompt_tokens=config.prompt_tokens,
-                vocab_size=model.shape.vocab_size,
-                seed=_SEED,
-            ),
-        )
-    ]
+
+
+def _without_graphs(engine_args: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in engine_args.items() if name != "compilation_config"}
 
 
 def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits: dict[str, Any]) -> EngineJob:
@@ -137,7 +261,7 @@ def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits
         has_made_up_weights=model.has_made_up_weights,
         env=config.env | own.env,
         timeout_s=config.timeout_s,
-        must_offload=mode not in (Mode.RESIDENT, Mode.PAGED),
+        must_offload=mode in BASELINES,
     )
 
 
@@ -158,7 +282,7 @@ def _trace(config: EngineConfig, shape: Shape, sessions: int, positions: int) ->
         return None
     return TraceJob(
         sessions=sessions,
-        positions=positions,
+        positions=min(positions, _MAX_TRACE_POSITIONS),
         layers=shape.layers,
         experts=shape.experts,
         top_k=shape.top_k,

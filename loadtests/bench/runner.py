@@ -20,10 +20,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from loadtests.bench.job import DecodeJob, PrefillJob, ResizeJob
+from loadtests.bench.job import Job
 
 Row = dict[str, Any]
-Job = DecodeJob | PrefillJob | ResizeJob
 
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 15.0  # no engine starts in less

@@ -30,7 +30,7 @@ def decode_summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def prefill_summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Time to the last first token of every paged row against ``passes x bytes not resident / link``, and checks."""
-    good = [row for row in rows if "error" not in row]
+    good = [row for row in rows if "passes" in row]
     figures = []
     for row in good:
         if row["mode"] != Mode.PAGED:
@@ -45,7 +45,12 @@ def prefill_summary(rows: Sequence[Row]) -> dict[str, Any]:
                 "gain": fastest / row["last_first_token_ms"] if fastest else None,
             }
         )
-    return {"paged": figures, "are_outputs_equal": _are_equal(good, _PREFILL_KEYS)}
+    rates = [row for row in rows if "hit_rate_after" in row]
+    return {
+        "paged": figures,
+        "are_outputs_equal": _are_equal(good, _PREFILL_KEYS),
+        "hit_rate_change": [row["hit_rate_after"] - row["hit_rate_before"] for row in rates],
+    }
 
 
 def resize_summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -57,6 +62,27 @@ def resize_summary(rows: Sequence[Row]) -> dict[str, Any]:
         "bytes_moved": sum(row["bytes_moved"] for row in good),
         "are_all_applied": bool(good) and all(row["outcome"] == "applied" for row in good),
         "are_answers_equal": bool(good) and all(row["is_answer_equal"] for row in good),
+    }
+
+
+def budget_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Whether each budget held, and how much of it the peak took."""
+    good = [row for row in rows if "error" not in row]
+    return {
+        "peak_over_budget": {f"{r['budget_bytes'] / 1e9:g} GB": r["peak_gpu_bytes"] / r["budget_bytes"] for r in good},
+        "are_budgets_kept": bool(good) and all(row["is_within_budget"] for row in good),
+    }
+
+
+def identity_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Whether every paged row gives the answers of the resident engine, with graphs and without."""
+    good = [row for row in rows if "error" not in row]
+    paged = [row for row in good if row["mode"] == Mode.PAGED]
+    return {
+        "prompts": max((row["prompts"] for row in good), default=0),
+        "caps": sorted({row["cap"] for row in paged}),
+        "are_answers_equal": bool(paged) and _are_equal(good, ("has_graphs",)),
+        "are_graphs_and_eager_equal": _are_equal(good, ()),
     }
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from loadtests.bench import configs
-from loadtests.bench.job import DecodeJob, PrefillJob, ResizeJob
+from loadtests.bench.job import BudgetJob, DecodeJob, IdentityJob, LatencyJob, PrefillJob, ResizeJob
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
-from loadtests.bench.plan import decode_jobs, find_model, prefill_jobs, resize_jobs
+from loadtests.bench.plan import (
+    budget_jobs,
+    decode_jobs,
+    find_model,
+    identity_jobs,
+    latency_jobs,
+    prefill_jobs,
+    resize_jobs,
+)
 from loadtests.shapes import SHAPES, read_shape
 from wisp_core.errors import ConfigurationError
 
@@ -80,12 +88,51 @@ def test_a_decode_run_is_resident_then_paged_then_baselines(tmp_path: Path) -> N
     assert [job.engine.must_offload for job in decode] == [False, False] + [True] * len(config.baselines)
 
 
-def test_a_prefill_run_has_an_engine_for_each_mode_and_chunk(tmp_path: Path) -> None:
+def test_a_prefill_run_has_an_engine_for_each_mode_with_room_for_every_chunk(tmp_path: Path) -> None:
     config = configs.prefill_h200()
     jobs = [job for _, job in prefill_jobs(config, find_model("tiny", tmp_path)) if isinstance(job, PrefillJob)]
-    assert len(jobs) == len(config.modes) * len(config.chunk_tokens)
-    assert {job.engine.engine_args["max_num_batched_tokens"] for job in jobs} == {2048, 8192}
+    assert len(jobs) == len(config.modes)
+    assert {job.chunk_tokens for job in jobs} == {(2048, 8192)}
+    assert {job.engine.engine_args["max_num_batched_tokens"] for job in jobs} == {8192}
     assert all(job.engine.engine_args["max_model_len"] == 8002 for job in jobs)
+
+
+def test_a_latency_run_times_prompts_once_for_each_mode_in_the_decode_run_s_engines(tmp_path: Path) -> None:
+    decode, prefill = configs.decode_h200(), configs.prefill_h200()
+    jobs = latency_jobs(decode, prefill, find_model("qwen3-30b-a3b", tmp_path))
+    latency = [job for _, job in jobs if isinstance(job, LatencyJob)]
+    assert len(latency) == 2 + len(decode.baselines)
+    assert sorted(job.engine.mode for job in latency if job.prefill is not None) == sorted(prefill.modes)
+    for job in latency:
+        assert job.engine.engine_args["max_num_batched_tokens"] == 8192
+        assert job.engine.engine_args["kv_cache_memory_bytes"] == prefill.engine.kv_bytes
+        assert job.prefill is None or job.engine.mode == "resident" or job.prefill.cap in job.decode.caps
+    assert len({job.trace for job in latency}) == 1
+
+
+def test_an_identity_run_asks_the_same_of_every_engine(tmp_path: Path) -> None:
+    config = configs.identity_h200()
+    jobs = [job for _, job in identity_jobs(config, find_model("qwen3-30b-a3b-4-layers", tmp_path))]
+    identity = [job for job in jobs if isinstance(job, IdentityJob)]
+    assert [(job.engine.mode, "enforce_eager" in job.engine.engine_args) for job in identity] == [
+        ("resident", False),
+        ("paged", False),
+        ("resident", True),
+        ("paged", True),
+        ("paged", False),
+    ]
+    (batches,) = {job.batches for job in identity}
+    assert {len(lengths) for lengths in batches} == set(range(1, 9))
+    assert sum(map(len, batches)) >= 100
+    assert {length for lengths in batches for length in lengths} == set(config.prompt_tokens)
+    assert len({job.engine.engine_args["max_num_batched_tokens"] for job in identity}) == 1
+
+
+def test_a_budget_run_has_an_engine_for_each_budget(tmp_path: Path) -> None:
+    jobs = budget_jobs(configs.budget_h200(), find_model("qwen3-30b-a3b", tmp_path))
+    budgets = [job.wisp["vram_budget_bytes"] for _, job in jobs if isinstance(job, BudgetJob)]
+    assert budgets == [16 * 10**9, 24 * 10**9, 48 * 10**9]
+    assert len({name for name, _ in jobs}) == 3
 
 
 def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from loadtests.bench import configs, report
 from loadtests.bench.runner import Measured
-from loadtests.bench.summary import decode_summary, prefill_summary, resize_summary
+from loadtests.bench.summary import (
+    budget_summary,
+    decode_summary,
+    identity_summary,
+    prefill_summary,
+    resize_summary,
+)
 
 Row = dict[str, Any]
 
@@ -87,3 +93,25 @@ def test_a_results_file_holds_what_the_claim_needs(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "uva_all: exit code 1: no memory" in printed
     assert "missed/step, MB" in printed
+
+
+def test_a_budget_is_kept_by_every_engine_or_not() -> None:
+    rows: list[Row] = [
+        {"mode": "paged", "budget_bytes": 16e9, "peak_gpu_bytes": 15e9, "is_within_budget": True},
+        {"mode": "paged", "budget_bytes": 24e9, "peak_gpu_bytes": 25e9, "is_within_budget": False},
+    ]
+    assert budget_summary(rows[:1])["are_budgets_kept"]
+    assert not budget_summary(rows)["are_budgets_kept"]
+    assert not budget_summary([])["are_budgets_kept"]
+    assert budget_summary(rows)["peak_over_budget"] == {"16 GB": 15 / 16, "24 GB": 25 / 24}
+
+
+def test_answers_are_compared_with_the_resident_engine_of_the_same_kind() -> None:
+    def row(mode: str, has_graphs: bool, answer: str) -> Row:
+        return {"mode": mode, "has_graphs": has_graphs, "cap": 8, "prompts": 108, "output_hash": answer}
+
+    rows = [row("resident", True, "a"), row("paged", True, "a"), row("resident", False, "b"), row("paged", False, "b")]
+    assert identity_summary(rows)["are_answers_equal"]
+    assert not identity_summary(rows)["are_graphs_and_eager_equal"]
+    assert not identity_summary([*rows, row("paged", True, "b")])["are_answers_equal"]
+    assert not identity_summary(rows[:1])["are_answers_equal"], "nothing was paged"

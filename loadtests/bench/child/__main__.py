@@ -11,18 +11,30 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
 
+from loadtests.bench.child.budget import run_budget
 from loadtests.bench.child.decode import run_decode
 from loadtests.bench.child.engine import build_replay
 from loadtests.bench.child.hardware import hardware, versions
+from loadtests.bench.child.identity import run_identity
+from loadtests.bench.child.latency import run_latency
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
-from loadtests.bench.job import JOBS, DecodeJob, PrefillJob
+from loadtests.bench.job import JOBS, DecodeJob, LatencyJob, PrefillJob
+
+_RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
+    "decode": run_decode,
+    "prefill": run_prefill,
+    "latency": run_latency,
+    "resize": run_resize,
+    "budget": run_budget,
+    "identity": run_identity,
+}
 
 
 def main(answers: TextIO) -> None:
@@ -32,7 +44,7 @@ def main(answers: TextIO) -> None:
         request = json.loads(line)
         text = json.loads(Path(request["job"]).read_text())
         job = JOBS[text["kind"]].model_validate(text)
-        if isinstance(job, DecodeJob | PrefillJob):
+        if isinstance(job, DecodeJob | PrefillJob | LatencyJob):
             build_replay(job.trace)  # here, so that the processes share it
         # A process forked from one that uses CUDA cannot use it.
         assert not torch.cuda.is_initialized()
@@ -67,13 +79,11 @@ def _run(job: Any, rows_path: Path, log_path: str) -> NoReturn:
 
 
 def _lines(job: Any) -> Iterator[dict[str, Any]]:
-    yield {"hardware": hardware(), "versions": versions()}
-    if isinstance(job, DecodeJob):
-        yield from run_decode(job)
-    elif isinstance(job, PrefillJob):
-        yield from run_prefill(job)
-    else:
-        yield from run_resize(job)
+    if job.kind != "budget":  # which looks at the device's memory before this process uses it
+        yield {"hardware": hardware(), "versions": versions()}
+    yield from _RUN[job.kind](job)
+    if job.kind == "budget":
+        yield {"hardware": hardware(), "versions": versions()}
     yield {"done": True}
 
 

@@ -55,6 +55,8 @@ class Audit:
 def _misses(table: SlotTable | LayerTable, ids: npt.NDArray[np.int32], *, is_decode: bool) -> int:
     """Experts that cross the link in one step of one layer; the step is taken as done."""
     if isinstance(table, SlotTable):
+        if not is_decode:
+            return len(set(ids.ravel().tolist()).difference(table.resident()))
         return sum(len(batch.copies) for batch in table.plan(ids))
     plan = table.plan(ids) if is_decode else table.look_up(ids)
     return len(plan.misses)

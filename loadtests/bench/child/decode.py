@@ -3,66 +3,36 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
-from typing import Any
 
 from loadtests.bench.child.audit import Audit
-from loadtests.bench.child.engine import (
-    Generation,
-    build_replay,
-    generate,
-    make_prompt,
-    offloaded_bytes,
-    open_engine,
-    synchronize,
-)
-from loadtests.bench.child.gpu_memory import GpuMemory
-from loadtests.bench.child.link import measure_link_bytes_per_s
-from loadtests.bench.child.replay import Replay
+from loadtests.bench.child.bench import Bench, Row, open_bench
+from loadtests.bench.child.engine import Generation, generate, make_prompt, synchronize
 from loadtests.bench.job import DecodeJob
-from wisp_core.pager.registry import current_pager
-
-Row = dict[str, Any]
 
 
 def run_decode(job: DecodeJob) -> Iterator[Row]:
     """One row for each cap and batch."""
-    memory = GpuMemory()
-    link_bytes_per_s, link_source = measure_link_bytes_per_s()
-    memory.restart()
-    replay = build_replay(job.trace)
-    started_s = time.perf_counter()
-    with open_engine(job.engine, replay) as llm:
-        engine_start_s = time.perf_counter() - started_s
-        if job.engine.must_offload and offloaded_bytes() == 0:
-            raise RuntimeError("nothing was offloaded: every weight is on the device")
-        for index, cap in enumerate(job.caps):
-            pager = current_pager()
-            if pager is not None and pager.cap != cap:
-                pager.set_cap(cap)
-            if index > 0:
-                memory.restart()
-            # The largest first: it fills the slots.
-            for batch in sorted(job.batches, reverse=True):
-                row = {"mode": job.engine.mode, "batch": batch, "cap": cap}
-                row |= _measure(llm, job, replay, batch, f"{cap}-{batch}")
-                row |= {
-                    "link_bytes_per_s": link_bytes_per_s,
-                    "link_source": link_source,
-                    "engine_start_s": engine_start_s,
-                    "peak_gpu_bytes": memory.peak_bytes(),
-                    "peak_gpu_source": memory.source,
-                    "peak_torch_bytes": memory.torch_peak_bytes(),
-                    "offloaded_bytes": offloaded_bytes(),
-                }
-                yield row
+    with open_bench(job.engine, job.trace) as bench:
+        yield from decode_rows(bench, job)
 
 
-def _measure(llm: Any, job: DecodeJob, replay: Replay | None, batch: int, run: str) -> Row:
+def decode_rows(bench: Bench, job: DecodeJob) -> Iterator[Row]:
+    """The same, with an engine that runs."""
+    for index, cap in enumerate(job.caps):
+        bench.set_cap(cap)
+        if index > 0:
+            bench.memory.restart()
+        # The largest first: it fills the slots.
+        for batch in sorted(job.batches, reverse=True):
+            row = {"mode": bench.mode, "batch": batch, "cap": cap}
+            yield row | _measure(bench, job, batch, f"{cap}-{batch}") | bench.facts()
+
+
+def _measure(bench: Bench, job: DecodeJob, batch: int, run: str) -> Row:
+    llm, pager, replay = bench.llm, bench.pager, bench.replay
     prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(batch)]
     num_tokens = job.warmup_tokens + job.timed_tokens
-    pager = current_pager()
     if pager is not None and pager.cap == pager.num_experts:
         # Once every expert that the trace needs is in its slot, what remains is the cost of paging itself.
         generate(llm, prompts, num_tokens, f"{run}-fill")

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -94,6 +94,7 @@ class Generation:
     started_s: float
     tokens: list[list[int]]
     token_times_s: list[list[float]] = field(default_factory=list)  # when each token came out, per request
+    cached_tokens: int = 0  # of all prompts, from the prefix cache
 
     def output_hash(self, num_tokens: int) -> str:
         """SHA-256 of the first tokens of all answers."""
@@ -116,11 +117,20 @@ def make_prompt(session: int, num_tokens: int, vocab_size: int, seed: int) -> li
     return [rng.randrange(3, vocab_size) for _ in range(num_tokens)]
 
 
-def generate(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, run: str) -> Generation:
+def generate(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    run: str,
+    *,
+    cache_salt: str | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> Generation:
     """Answer all prompts; request i follows session i of the trace.
 
     Sampled at temperature 1 with a seed each: greedy answers of random weights repeat one token and would hide errors.
     """
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
     engine = llm.llm_engine
     generation = Generation(0.0, [[] for _ in prompts], [[] for _ in prompts])
     index_of = {}
@@ -134,7 +144,7 @@ def generate(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, run: str) 
             output_kind=RequestOutputKind.DELTA,
         )
         name = request_id(index, run)
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        engine.add_request(name, {"prompt_token_ids": prompt, **salt}, params)
         index_of[name] = index
     gc.collect()
     gc.disable()
@@ -148,6 +158,10 @@ def generate(llm: LLM, prompts: Sequence[list[int]], num_tokens: int, run: str) 
                 new = output.outputs[0].token_ids
                 generation.tokens[index].extend(new)
                 generation.token_times_s[index].extend([now_s] * len(new))
+                if output.finished:
+                    generation.cached_tokens += output.num_cached_tokens or 0
+            if after_step is not None:
+                after_step()
     finally:
         gc.enable()
     return generation

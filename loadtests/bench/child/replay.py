@@ -98,10 +98,14 @@ class Replay:
         return found
 
     def _flat_rows(self, rows: StepRows) -> npt.NDArray[np.int64]:
-        """Rows of the trace [sessions * positions] of a step's tokens."""
+        """Rows of the trace [sessions * positions] of a step's tokens; a session longer than the trace starts over."""
         spans = zip(rows.sessions, rows.starts, rows.counts, strict=True)
-        first = [(session * self._positions + start, count) for session, start, count in spans]
-        return np.concatenate([np.arange(start, start + count) for start, count in first])
+        return np.concatenate(
+            [
+                session * self._positions + np.arange(start, start + count) % self._positions
+                for session, start, count in spans
+            ]
+        )
 
 
 class _ReplayRouter(BaseRouter):  # type: ignore[misc]
