@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,30 +16,24 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from services.config import RoutingSettings, Section, ServiceConfig
+from services.ingress.working_sets import WorkingSets
 from wisp_core.contracts import Placement, ReplicaSnapshot
 from wisp_core.errors import StoreUnavailableError
+from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.pick import first
 from wisp_core.routing.route import route
-from wisp_core.routing.views import (
-    ReplicaView,
-    RoutingDecision,
-    RoutingRequest,
-    RoutingWeights,
-    UseRates,
-    use_rates,
-    view_replica,
-)
+from wisp_core.routing.views import RoutingDecision, RoutingRequest, RoutingWeights, Uses, figures_of
 from wisp_core.store.interface import Store
-from wisp_core.working_set.signature import unpack
+from wisp_core.working_set.signature import use_rates
 
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
-MAX_RATES = 1024
-"""Use rates kept in memory, of replicas, sessions, users and tenants; those used longest ago are dropped."""
-RATES_AGE_S = 5.0
-"""A session's use rates are read again when a turn needs them and they are older."""
 MAX_CONFLICTS = 3
+SIGNATURES_PER_REFRESH = 64
+"""Replicas whose use rates are read in one refresh, those read longest ago; a few replicas are all read each time."""
+REPLICAS_AT_ONCE = 16
+"""Replicas taken over before turns get their chance again."""
 ValueT = TypeVar("ValueT")
 
 
@@ -76,6 +70,7 @@ class Turn(Section):
     turn_id: str = Field(default="", description="The same in each attempt of one turn.")
     session_key: str = ""
     user_key: str = ""
+    prompt_key: str = Field(default="", description="The same for all sessions of a tenant with one system prompt.")
     tenant: str = ""
     prompt_tokens_estimate: int = 0
     max_tokens: int = 0
@@ -86,6 +81,11 @@ class Turn(Section):
         """Pick the fields out of a call's keyword arguments."""
         return cls(**{name: kwargs[name] for name in cls.model_fields if name in kwargs})
 
+    def signature_keys(self) -> list[str]:
+        """Whose habits tell of this turn's, from the most general to its own."""
+        keys = (self.tenant, self.prompt_key, self.user_key, self.session_key)
+        return [key for key in dict.fromkeys(keys) if key]
+
 
 @dataclass(frozen=True)
 class _Home:
@@ -93,14 +93,6 @@ class _Home:
 
     replica_id: str
     version: int | None
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Use rates as they were read; None where nothing is known."""
-
-    value: UseRates | None
-    read_at_s: float
 
 
 def _remember(cache: OrderedDict[str, ValueT], key: str, value: ValueT, limit: int) -> None:
@@ -114,43 +106,44 @@ class PlacementDirectory:
     """One router process's view of the service. All methods run in one event loop."""
 
     def __init__(self, store: Store, config: RouterConfig) -> None:
-        """Nothing is read before ``refresh``."""
+        """Nothing is read before ``refresh``, and there are no replicas before ``keep_replicas``."""
         self._store = store
-        self._config = config
-        self._weights = RoutingWeights(migrate_gain_s=config.routing.migrate_gain_s)
+        self._fleet = Fleet(
+            RoutingWeights(migrate_gain_s=config.routing.migrate_gain_s, stale_after_s=config.stale_after_s)
+        )
+        self._refresh_s = config.routing.refresh_s
         self._has_read = False
-        self._snapshots: dict[str, ReplicaSnapshot] = {}
+        self._top_k = 1
+        self._rates_read_at_s: dict[str, float] = {}
+        self._working_sets = WorkingSets(store)
         self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._rates: OrderedDict[str, _Rates] = OrderedDict()
         self._last_prompt_tokens: OrderedDict[str, int] = OrderedDict()
         self._own_turns: Counter[str] = Counter()
         self._mean_turn_s = 1.0
 
-    async def rank(
-        self, turn: Turn, replica_ids: Sequence[str], excluded: frozenset[str] = frozenset()
-    ) -> RoutingDecision:
-        """Order ``replica_ids`` for ``turn`` and settle with the other routers where its session lives.
+    async def rank(self, turn: Turn, excluded: frozenset[str] = frozenset()) -> RoutingDecision:
+        """Order the replicas for ``turn`` and settle with the other routers where its session lives.
 
         ``excluded`` are known to be lost, or have just failed this turn: they come last.
 
         Without the store the decision stands as it is: the session keeps the home this process knows, or gets the
-        one its hash says.
+        one its hash says. Raises ValueError when there are no replicas.
         """
         if not self._has_read:
             with contextlib.suppress(StoreUnavailableError):
                 await self.refresh()
-        rates = await self._rates_of(turn)
+        uses = await self._working_sets.expect(turn.signature_keys(), self._top_k)
         for _ in range(MAX_CONFLICTS):
             home = self._homes.get(turn.session_key)
-            decision = self._decide(turn, home, rates, replica_ids, excluded)
-            if turn.pin is not None or not turn.session_key:
+            decision = self._decide(turn, home, uses, excluded)
+            if turn.pin is not None or not turn.session_key or decision.is_for_this_turn_only:
                 break
             settled = await self._settle(turn.session_key, home, decision)
-            _remember(self._homes, turn.session_key, settled, MAX_SESSIONS)
+            self._note_home(turn.session_key, home, settled)
             if settled.replica_id == decision.chosen:
                 break
             # Another router was faster. Its word counts, unless it names a replica that cannot take the turn.
-            if settled.replica_id in replica_ids and settled.replica_id not in excluded:
+            if settled.replica_id in self._fleet.position and settled.replica_id not in excluded:
                 decision = dataclasses.replace(
                     decision,
                     ranking=first(settled.replica_id, decision.ranking),
@@ -160,14 +153,7 @@ class PlacementDirectory:
         _remember(self._last_prompt_tokens, turn.session_key, turn.prompt_tokens_estimate, MAX_SESSIONS)
         return decision
 
-    def _decide(
-        self,
-        turn: Turn,
-        home: _Home | None,
-        rates: UseRates | None,
-        replica_ids: Sequence[str],
-        excluded: frozenset[str],
-    ) -> RoutingDecision:
+    def _decide(self, turn: Turn, home: _Home | None, uses: Uses | None, excluded: frozenset[str]) -> RoutingDecision:
         known_tokens = self._last_prompt_tokens.get(turn.session_key, turn.prompt_tokens_estimate)
         request = RoutingRequest(
             session_key=turn.session_key,
@@ -175,23 +161,12 @@ class PlacementDirectory:
             max_tokens=turn.max_tokens,
             home=None if home is None else home.replica_id,
             prefix_tokens=known_tokens if home is not None else 0,
-            use_rates=rates,
+            uses=uses,
+            mean_turn_s=self._mean_turn_s,
             pin=turn.pin,
             excluded=excluded,
         )
-        return route(request, [self._view(replica_id) for replica_id in replica_ids], self._weights)
-
-    def _view(self, replica_id: str) -> ReplicaView:
-        return view_replica(
-            replica_id,
-            self._snapshots.get(replica_id),
-            self._known_rates(replica_id),
-            own_turns=self._own_turns[replica_id],
-            mean_turn_s=self._mean_turn_s,
-            now_s=time.time(),
-            stale_after_s=self._config.stale_after_s,
-            weights=self._weights,
-        )
+        return route(request, self._fleet, time.time())
 
     async def _settle(self, session_key: str, home: _Home | None, decision: RoutingDecision) -> _Home:
         """Propose the decision's first replica; the answer is where the session lives."""
@@ -208,33 +183,44 @@ class PlacementDirectory:
             return _Home(decision.chosen, version)
         return _Home(winner.replica_id, winner.version)
 
-    def _known_rates(self, key: str) -> UseRates | None:
-        rates = self._rates.get(key)
-        return None if rates is None else rates.value
-
-    async def _rates_of(self, turn: Turn) -> UseRates | None:
-        """The session's use rates, else its user's, else its tenant's."""
-        keys = [key for key in (turn.session_key, turn.user_key, turn.tenant) if key]
-        oldest_s = time.monotonic() - RATES_AGE_S
-        if any(key not in self._rates or self._rates[key].read_at_s < oldest_s for key in keys):
-            with contextlib.suppress(StoreUnavailableError):
-                await self._read_rates(keys)
-        return next((rates for key in keys if (rates := self._known_rates(key)) is not None), None)
+    def _note_home(self, session_key: str, before: _Home | None, now: _Home) -> None:
+        """Remember a home, and count it where it is new: no replica shows it in its figures yet."""
+        _remember(self._homes, session_key, now, MAX_SESSIONS)
+        if before is None or before.replica_id != now.replica_id:
+            self._fleet.note_placed(now.replica_id, 1)
+            if before is not None:
+                self._fleet.note_placed(before.replica_id, -1)
 
     async def refresh(self) -> None:
         """Re-read the replicas' snapshots and use rates. Raises StoreUnavailableError."""
         self._has_read = True  # Before the answer: while the store is away, turns do not wait for it.
-        self._snapshots = {snapshot.replica_id: snapshot for snapshot in await self._store.list_snapshots()}
-        await self._read_rates(self._snapshots)
+        snapshots = await self._store.list_snapshots()
+        for number, snapshot in enumerate(snapshots, start=1):
+            self._take_over(snapshot)
+            if number % REPLICAS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await self._refresh_rates([snapshot.replica_id for snapshot in snapshots])
 
-    async def _read_rates(self, keys: Collection[str]) -> None:
-        top_k = next((snapshot.layout.top_k for snapshot in self._snapshots.values()), 1)
-        signatures = await self._store.read_signatures(keys)
-        now_s = time.monotonic()
-        for key in keys:
-            signature = signatures.get(key)
-            value = None if signature is None else use_rates(signature, unpack(signature), top_k)
-            _remember(self._rates, key, _Rates(value, now_s), MAX_RATES)
+    def _take_over(self, snapshot: ReplicaSnapshot) -> None:
+        replica_id = snapshot.replica_id
+        # The store remembers replicas for a while that Serve has stopped.
+        if replica_id in self._fleet.position:
+            self._top_k = snapshot.layout.top_k
+            self._fleet.update(
+                replica_id, figures_of(snapshot, self._fleet.weights), own_turns=self._own_turns[replica_id]
+            )
+
+    async def _refresh_rates(self, replica_ids: Collection[str]) -> None:
+        present = [replica_id for replica_id in replica_ids if replica_id in self._fleet.position]
+        present.sort(key=lambda replica_id: self._rates_read_at_s.get(replica_id, 0.0))
+        signatures = await self._store.read_signatures(present[:SIGNATURES_PER_REFRESH])
+        for number, replica_id in enumerate(present[:SIGNATURES_PER_REFRESH], start=1):
+            self._rates_read_at_s[replica_id] = time.monotonic()
+            signature = signatures.get(replica_id)
+            if replica_id in self._fleet.position:
+                self._fleet.set_rates(replica_id, None if signature is None else use_rates(signature, self._top_k))
+            if number % REPLICAS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def refresh_forever(self) -> None:
         """Refresh each ``refresh_s``; what the store does not answer stays as it was and grows stale."""
@@ -245,18 +231,23 @@ class PlacementDirectory:
                 logger.debug("store unavailable: routing by what is known")
             except Exception:  # the task must outlive one bad value
                 logger.exception("refresh of routing views failed")
-            await asyncio.sleep(self._config.routing.refresh_s)
+            await asyncio.sleep(self._refresh_s)
 
     def begin_turn(self, replica_id: str) -> None:
         """A turn was sent to ``replica_id``."""
         self._own_turns[replica_id] += 1
+        self._fleet.add_turns(replica_id, 1)
 
     def end_turn(self, replica_id: str, duration_s: float) -> None:
         """A turn there has ended after ``duration_s``."""
         self._own_turns[replica_id] = max(0, self._own_turns[replica_id] - 1)
+        self._fleet.add_turns(replica_id, -1)
         self._mean_turn_s += 0.05 * (duration_s - self._mean_turn_s)
 
     def keep_replicas(self, present: Collection[str]) -> None:
-        """Drop the counts of replicas that no longer exist."""
+        """These replicas exist now; forget the others."""
+        self._fleet.keep(present)
         for replica_id in self._own_turns.keys() - set(present):
             del self._own_turns[replica_id]
+        for replica_id in self._rates_read_at_s.keys() - set(present):
+            del self._rates_read_at_s[replica_id]

@@ -25,6 +25,8 @@ SUSPECT_S = 5.0
 """How long a replica that did not answer is tried last."""
 MAX_REMEMBERED_TURNS = 10_000
 """Turns whose attempts are remembered, so that a repeated one goes elsewhere."""
+DECISION_AGE_S = 2.0
+"""A turn that finds every replica full asks again after each pause of Serve's; its order is made anew this often."""
 
 
 def open_directory(config: RouterConfig) -> PlacementDirectory:
@@ -45,9 +47,11 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
         self._config = RouterConfig.model_validate(kwargs)
         self._directory: PlacementDirectory | None = None
         self._refresher: asyncio.Task[None] | None = None
+        self._by_id: dict[str, RunningReplica] = {}
         self._suspects: dict[str, float] = {}
         self._began_s: dict[str, float] = {}
         self._tried: OrderedDict[str, list[str]] = OrderedDict()
+        self._orders: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -56,40 +60,62 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if not by_id:
+        if not candidate_replicas:
             return []
+        request_id = pending_request.metadata.internal_request_id
         try:
-            return await self._rank(Turn.of(pending_request.kwargs), by_id)
+            made_at_s, order = self._orders.get(request_id, (0.0, ()))
+            is_repeated = time.monotonic() - made_at_s < DECISION_AGE_S
+            if not is_repeated:
+                order = await self._order(Turn.of(pending_request.kwargs), request_id)
+            return self._ranks(order, candidate_replicas, has_waited=is_repeated)
         except Exception:  # an exception here would hang the request for ever
             logger.exception("routing failed: falling back to consistent hash")
-            session_key = pending_request.metadata.session_id or pending_request.metadata.internal_request_id
-            return [[by_id[replica_id]] for replica_id in hash_order(session_key, by_id)]
+            by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+            session_key = pending_request.metadata.session_id or request_id
+            return [[by_id[replica_id]] for replica_id in hash_order(session_key, by_id)[:8]]
 
-    async def _rank(self, turn: Turn, by_id: dict[str, RunningReplica]) -> list[list[RunningReplica]]:
+    async def _order(self, turn: Turn, request_id: str) -> tuple[str, ...]:
+        """Replicas for a turn, the best first, and only one if it is pinned there."""
         directory = await self._ready_directory()
         suspects = {replica_id for replica_id, until_s in self._suspects.items() if until_s > time.monotonic()}
         excluded = suspects.union(self._tried.get(turn.turn_id, ()))
-        decision = await directory.rank(turn, list(by_id), frozenset(excluded))
-        if turn.pin in by_id:
-            return [[by_id[turn.pin]]]
-        order = [replica_id for replica_id in decision.ranking if replica_id not in excluded] or decision.ranking
-        home, *others = [by_id[replica_id] for replica_id in order]
-        return [[home], others] if others else [[home]]
+        ranking = (await directory.rank(turn, frozenset(excluded))).ranking
+        order = tuple(replica_id for replica_id in ranking if replica_id not in excluded) or ranking
+        self._orders[request_id] = (time.monotonic(), order)
+        if len(self._orders) > MAX_REMEMBERED_TURNS:
+            self._orders.popitem(last=False)
+        return order
+
+    def _ranks(
+        self, order: tuple[str, ...], candidates: list[RunningReplica], *, has_waited: bool
+    ) -> list[list[RunningReplica]]:
+        """The best replica alone, then the next ones; all others only for a turn that has found these full before.
+
+        Serve asks each replica of a rank whose queue it does not know for its length, so that ranks stay short.
+        """
+        known = [self._by_id[replica_id] for replica_id in order if replica_id in self._by_id]
+        if not known:
+            return [candidates]
+        ranks = [known[:1], known[1:]]
+        if has_waited and len(known) > 1:
+            ranks.append([replica for replica in candidates if replica not in known])
+        return [rank for rank in ranks if rank]
 
     async def _ready_directory(self) -> PlacementDirectory:
         if self._directory is None:
             self._directory = open_directory(self._config)
+            self._directory.keep_replicas(self._by_id)
             self._refresher = asyncio.get_running_loop().create_task(self._directory.refresh_forever())
         return self._directory
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's hook: the replicas that exist now."""
         super().update_replicas(replicas)
-        present = {replica.replica_id.unique_id for replica in replicas}
-        self._suspects = {replica_id: s for replica_id, s in self._suspects.items() if replica_id in present}
+        self._by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._suspects = {replica_id: s for replica_id, s in self._suspects.items() if replica_id in self._by_id}
         if self._directory is not None:
-            self._directory.keep_replicas(present)
+            self._directory.keep_replicas(self._by_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Serve's hook: drops the replica at once."""
@@ -104,6 +130,7 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Serve's hook: a replica has accepted the request."""
         self._began_s[pending_request.metadata.internal_request_id] = time.monotonic()
+        self._orders.pop(pending_request.metadata.internal_request_id, None)
         turn_id = pending_request.kwargs.get("turn_id", "")
         if turn_id:
             self._tried.setdefault(turn_id, []).append(replica_id.unique_id)

@@ -12,8 +12,13 @@ from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, ENGINE_ARGS, prompt,
 from wisp_core.contracts import Signature
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.session_tally import SessionTally, prefixes
-from wisp_core.engine.step_rows import DecodeRow
+from wisp_core.engine.step_rows import DecodeRow, PrefillRows
+from wisp_core.model.tiny import TinyModelConfig
+from wisp_core.model.tiny_tokenizer import first_word_id
 from wisp_core.settings import WispSettings
+from wisp_core.working_set.signature import overlap, unpack, use_rates
+
+TINY = TinyModelConfig()
 
 LENGTHS = [3, 30, 12, 21, 5, 17]
 SESSIONS = [f"acme/u{number % 2}/s{number}" for number in range(6)]
@@ -42,19 +47,38 @@ def test_rows_are_counted_for_the_session_that_owns_them(engine: OfflineEngine) 
     assert {key: together[key].decode_tokens for key in SESSIONS} == {
         key: length - 1 for key, length in zip(SESSIONS, LENGTHS, strict=True)
     }
+    assert {key: together[key].prefill_tokens for key in SESSIONS} == {
+        key: 40 + number for number, key in enumerate(SESSIONS)
+    }
+    assert together["acme"].prefill_tokens == 0
     for number, key in enumerate(SESSIONS):
         before = together[key]
         alone = run(engine, [number])[key]
         assert alone.decode_tokens == 2 * before.decode_tokens
+        # One block of the prompt is in the prefix cache now: what is not computed is not counted.
+        assert alone.prefill_tokens - before.prefill_tokens == before.prefill_tokens - ENGINE_ARGS["block_size"]
         assert alone.lookups == 2 * before.lookups
         # The same tokens use the same experts again.
         assert used(alone) == used(before)
 
 
 def used(signature: Signature) -> set[int]:
-    from wisp_core.working_set.signature import unpack
-
     return set(np.flatnonzero(unpack(signature) > 0).tolist())
+
+
+def test_a_prompt_tells_of_the_answer_to_come(engine: OfflineEngine) -> None:
+    """Topics are planted in this model: what a new session's prompt uses is close to what its answer will use."""
+    words = [first_word_id() + topic * TINY.words_per_topic for topic in (0, 1, 2)]
+    prompts = [{"prompt_token_ids": list(range(first, first + 32))} for first in words]
+    keys = [f"topics/u/{topic}" for topic in (0, 1, 2)]
+    engine.generate(prompts, [sampling(1, 48, key) for key in keys])
+    found = {signature.key: signature for signature in engine.signatures()}
+    answers = [use_rates(found[key], top_k=TINY.top_k) for key in keys]
+    for number, key in enumerate(keys):
+        prefill = use_rates(found[key], top_k=TINY.top_k, is_prefill=True)
+        own, *others = (float(overlap(prefill, answers[(number + i) % 3])) for i in range(3))
+        assert own > 0.5
+        assert own > 1.3 * max(others)
 
 
 def test_users_tenants_and_the_engine_have_tallies_of_their_own(engine: OfflineEngine) -> None:
@@ -87,6 +111,9 @@ class Rows:
 
     def decode_rows(self) -> list[DecodeRow]:
         return [DecodeRow(row, key) for row, key in self._owners.items()]
+
+    def prefill_rows(self) -> list[PrefillRows]:
+        return []
 
 
 def test_hits_are_lookups_that_were_resident_before_the_step() -> None:

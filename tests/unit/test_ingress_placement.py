@@ -57,9 +57,11 @@ def signature(key: str, *experts: int) -> Signature:
     )
 
 
-def directory(store: MemoryStore) -> PlacementDirectory:
-    config = RouterConfig(redis_url="redis://unused", service="test", routing=RoutingSettings(migrate_gain_s=0.5))
-    return PlacementDirectory(store, config)
+def directory(store: MemoryStore, refresh_s: float = 0.25) -> PlacementDirectory:
+    routing = RoutingSettings(migrate_gain_s=0.5, refresh_s=refresh_s)
+    known = PlacementDirectory(store, RouterConfig(redis_url="redis://unused", service="test", routing=routing))
+    known.keep_replicas(REPLICAS)
+    return known
 
 
 def turn(session: str = "s", **fields: object) -> Turn:
@@ -67,7 +69,7 @@ def turn(session: str = "s", **fields: object) -> Turn:
 
 
 async def home(known: PlacementDirectory, asked: Turn, **kwargs: object) -> str:
-    return (await known.rank(asked, REPLICAS, **kwargs)).chosen  # type: ignore[arg-type]
+    return (await known.rank(asked, **kwargs)).chosen  # type: ignore[arg-type]
 
 
 async def test_two_routers_never_split_a_session() -> None:
@@ -113,7 +115,8 @@ async def test_a_session_leaves_a_replica_that_failed_or_is_gone() -> None:
     assert second != first
     assert await home(known, turn()) == second
     left = [replica_id for replica_id in REPLICAS if replica_id != second]
-    assert (await known.rank(turn(), left)).chosen in left
+    known.keep_replicas(left)
+    assert await home(known, turn()) in left
 
 
 async def test_an_unhealthy_home_is_left() -> None:
@@ -171,7 +174,7 @@ async def test_a_new_session_of_a_known_user_goes_where_its_experts_are() -> Non
     await store.write_signatures([signature("t/u", 4, 5, 6, 7)])
     known = directory(store)
     await known.refresh()
-    decision = await known.rank(turn(), REPLICAS)
+    decision = await known.rank(turn())
     assert decision.chosen == "r2"
     assert decision.scores["r1"].experts_s > decision.scores["r2"].experts_s == pytest.approx(0, abs=1e-3)
 
@@ -182,7 +185,7 @@ async def test_stale_snapshots_do_not_count() -> None:
         await store.write_snapshot(snapshot(replica_id, age_s=11))
     known = directory(store)
     await known.refresh()
-    decision = await known.rank(turn(), REPLICAS)
+    decision = await known.rank(turn())
     assert decision.scores == {}
     assert "no telemetry" in decision.reason
 
@@ -215,13 +218,12 @@ async def test_a_pinned_turn_does_not_move_its_session() -> None:
 async def test_refreshing_outlives_an_outage() -> None:
     store = MemoryStore()
     store.is_available = False
-    config = RouterConfig(redis_url="redis://unused", service="test", routing=RoutingSettings(refresh_s=0.01))
-    known = PlacementDirectory(store, config)
+    known = directory(store, refresh_s=0.01)
     refresher = asyncio.create_task(known.refresh_forever())
     await asyncio.sleep(0.05)
     await store_snapshot_after_outage(store)
     await asyncio.sleep(0.1)
-    assert (await known.rank(turn(), REPLICAS)).scores.keys() == {"r1"}
+    assert (await known.rank(turn())).scores.keys() == {"r1"}
     refresher.cancel()
 
 

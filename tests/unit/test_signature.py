@@ -51,7 +51,10 @@ def test_tally_counts_uses_and_decode_hits_by_key() -> None:
     np.testing.assert_allclose(unpack(a), [[1, 0.5, 0.5, 0]] * 2, atol=0.01)
     assert (a.decode_tokens, a.lookups, a.hits) == (2, 6, 2)
     assert (b.decode_tokens, b.lookups, b.hits) == (0, 0, 0)
-    np.testing.assert_allclose(tally.total(), [[2, 1, 2, 1]] * 2, rtol=1e-6)
+    assert not unpack(b).any(), "prefills are counted apart"
+    np.testing.assert_allclose(unpack(b, is_prefill=True), [[0, 0, 1, 1]] * 2, atol=0.01)
+    assert (a.prefill_tokens, b.prefill_tokens) == (0, 1)
+    assert not unpack(a, is_prefill=True).any()
     assert tally.signature("c") is None
 
 

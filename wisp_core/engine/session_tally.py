@@ -1,4 +1,4 @@
-"""Which session used which experts in its decode steps: the pager's observer, joined with vLLM's batch."""
+"""Which session used which experts: the pager's observer, joined with vLLM's batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import Signature
-from wisp_core.engine.step_rows import StepRows
+from wisp_core.engine.step_rows import PrefillRows, StepRows
 from wisp_core.working_set.signature import ExpertTally
 
 EVERYONE = ""
@@ -25,8 +25,8 @@ HALF_LIFE_TOKENS = 500.0
 class SessionTally:
     """Counts decode rows by session, and again for the session's user, its tenant and the whole engine.
 
-    Keys are paths (``tenant/user/session``), and each prefix of a key has a tally of its own. Prefill rows are left
-    out: a prefill uses nearly every expert and would level all signatures.
+    Keys are paths (``tenant/user/session``), and each prefix of a key has a tally of its own. Prefill rows are counted
+    for their session only, and apart: a prefill uses nearly every expert and would level all signatures.
     """
 
     def __init__(self, *, num_layers: int, num_experts: int, max_keys: int = MAX_KEYS) -> None:
@@ -34,6 +34,7 @@ class SessionTally:
         self._touched: set[str] = set()
         self._rows: StepRows | None = None
         self._rows_by_key: dict[str, list[int]] | None = None
+        self._prefill_rows: list[PrefillRows] = []
 
     def __len__(self) -> int:
         return len(tuple(self._tally.keys()))
@@ -53,12 +54,17 @@ class SessionTally:
         was_resident: npt.NDArray[np.bool_],
         is_prefill: bool,
     ) -> None:
-        """Count the decode rows of one layer; a step that also prefills may have some."""
+        """Count the rows of one layer; a step that prefills may have decode rows as well."""
         if self._rows is None:
             return
         if self._rows_by_key is None:
             self._rows_by_key = _by_key(self._rows)
-            self._touched.update(self._rows_by_key)
+            self._prefill_rows = [found for found in self._rows.prefill_rows() if found.session_key]
+            self._touched.update(self._rows_by_key, (found.session_key for found in self._prefill_rows))
+        for found in self._prefill_rows:
+            self._tally.add(
+                found.session_key, layer_index, topk_ids[found.start : found.stop], was_resident, is_prefill=True
+            )
         for key, rows in self._rows_by_key.items():
             self._tally.add(key, layer_index, topk_ids[rows], was_resident, is_prefill=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +18,47 @@ class DecodeRow:
     session_key: str
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """Rows that compute prompt tokens of one request; those found in the prefix cache are not computed."""
+
+    start: int
+    stop: int
+    session_key: str
+
+
 class StepRows:
-    """Decode rows of one step, read from vLLM's batch once the step has begun."""
+    """Rows of one step, read from vLLM's batch once the step has begun.
+
+    Rows come in batch order, which is the order of ``input_batch`` and not the scheduler's. Valid from the first
+    layer's forward on: vLLM reorders its batch before it runs the model.
+    """
 
     def __init__(self, scheduler_output: Any, model_runner: Any) -> None:
         self._num_scheduled = scheduler_output.num_scheduled_tokens
         self._model_runner = model_runner
 
     def decode_rows(self) -> list[DecodeRow]:
-        """Rows in batch order, which is the order of ``input_batch`` and not the scheduler's.
+        """Rows that compute one token of an answer."""
+        return [
+            DecodeRow(start, session_key) for start, _, session_key, is_prefill in self._requests() if not is_prefill
+        ]
 
-        Valid from the first layer's forward on: vLLM reorders its batch before it runs the model.
-        """
-        found: list[DecodeRow] = []
+    def prefill_rows(self) -> list[PrefillRows]:
+        """Rows that compute prompts."""
+        return [
+            PrefillRows(start, stop, session_key)
+            for start, stop, session_key, is_prefill in self._requests()
+            if is_prefill
+        ]
+
+    def _requests(self) -> Iterator[tuple[int, int, str, bool]]:
+        """First row, end, session and kind of each request in the batch."""
         row = 0
         for request_id in self._model_runner.input_batch.req_ids:
             num_tokens = self._num_scheduled[request_id]
             request = self._model_runner.requests[request_id]
-            if num_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens:
-                extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-                found.append(DecodeRow(row, str(extra_args.get(SESSION_ARG, ""))))
+            is_prefill = num_tokens > 1 or request.num_computed_tokens < request.num_prompt_tokens
+            extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+            yield row, row + num_tokens, str(extra_args.get(SESSION_ARG, "")), is_prefill
             row += num_tokens
-        return found

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+import numpy.typing as npt
 
-from wisp_core.routing.views import ReplicaFigures, ReplicaView, RoutingRequest
+from wisp_core.routing.fleet import Fleet
+from wisp_core.routing.views import RoutingRequest
 
-
-def blocks_needed(request: RoutingRequest, figures: ReplicaFigures) -> int:
-    """KV blocks that the turn holds when it has grown to its full length."""
-    return -(-(request.prompt_tokens + request.max_tokens) // figures.block_tokens)
-
-
-def _fits(request: RoutingRequest, replica: ReplicaView) -> bool:
-    figures = replica.figures
-    return figures is None or blocks_needed(request, figures) <= figures.kv_blocks
+Mask = npt.NDArray[np.bool_]
+"""One yes or no per replica, [N]."""
 
 
-def eligible(request: RoutingRequest, replicas: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """Replicas that are healthy, did not just fail this turn, and whose KV pool can hold it.
+def known(fleet: Fleet, now_s: float) -> Mask:
+    """Replicas whose figures are there and not stale."""
+    is_fresh: Mask = fleet.column("at_s") >= now_s - fleet.weights.stale_after_s
+    return is_fresh & (fleet.column("is_known") > 0)
+
+
+def eligible(request: RoutingRequest, fleet: Fleet, is_known: Mask) -> Mask:
+    """Replicas that did not just fail this turn, are healthy, are not drained and whose KV pool can hold it.
 
     Where no replica passes, the last condition that left none is dropped: a turn is never left without a
-    candidate, since what is known here may be old. Empty only when ``replicas`` is.
+    candidate, since what is known here may be old.
     """
-    remaining = replicas
-    conditions = (
-        lambda replica: replica.replica_id not in request.excluded,
-        lambda replica: replica.is_healthy,
-        lambda replica: _fits(request, replica),
-    )
-    for condition in conditions:
-        remaining = [replica for replica in remaining if condition(replica)] or remaining
+    remaining = np.ones(len(fleet), dtype=np.bool_)
+    excluded = [fleet.position[replica_id] for replica_id in request.excluded if replica_id in fleet.position]
+    if 0 < len(excluded) < len(fleet):
+        remaining[excluded] = False
+    is_unknown = ~is_known
+    for condition in (
+        fleet.column("is_healthy") > 0,
+        fleet.column("is_draining") == 0,
+        fleet.load.kv_tokens >= request.prompt_tokens + request.max_tokens,
+    ):
+        narrowed = remaining & (condition | is_unknown)
+        remaining = narrowed if narrowed.any() else remaining
     return remaining

@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 
-from wisp_core.routing.filter import eligible
-from wisp_core.routing.hashing import hash_order
-from wisp_core.routing.pick import first, pick_by_hash, pick_by_score
-from wisp_core.routing.score import score
-from wisp_core.routing.views import ReplicaView, RoutingDecision, RoutingRequest, RoutingWeights
+import numpy as np
+
+from wisp_core.routing.filter import Mask, eligible, known
+from wisp_core.routing.fleet import Fleet
+from wisp_core.routing.hashing import hash_fractions
+from wisp_core.routing.pick import first, pick_by_score
+from wisp_core.routing.score import costs, costs_at_home, experts_s, output_tokens, put_costs, with_one
+from wisp_core.routing.shortlist import shortlist, sketched_experts_s
+from wisp_core.routing.views import RoutingDecision, RoutingRequest
 
 
-def route(
-    request: RoutingRequest, replicas: Sequence[ReplicaView], weights: RoutingWeights | None = None
-) -> RoutingDecision:
-    """Order ``replicas`` for a turn.
+def route(request: RoutingRequest, fleet: Fleet, now_s: float) -> RoutingDecision:
+    """Order the best replicas of ``fleet`` for a turn.
 
-    Depends on its arguments only: two processes with the same views decide the same. The ranking lists every
-    replica once, those that should not take the turn last.
+    Depends on its arguments only: two processes with the same fleet decide the same. Replicas whose figures are
+    older than ``stale_after_s`` at ``now_s`` count as unknown: they come after known ones, but keep their sessions.
 
     Raises:
-        ValueError: ``replicas`` is empty.
+        ValueError: ``fleet`` is empty.
     """
-    if not replicas:
+    if not len(fleet):
         raise ValueError("no replica to route to")
-    weights = weights or RoutingWeights()
-    all_ids = [replica.replica_id for replica in replicas]
-    if request.pin in all_ids:
-        order = first(request.pin, hash_order(request.session_key, all_ids))
-        return RoutingDecision(ranking=order, reason="pinned by the caller")
-    candidates = eligible(request, replicas)
-    known = [replica for replica in candidates if replica.figures is not None]
-    unknown = [replica.replica_id for replica in candidates if replica.figures is None]
-    if known:
-        decision = pick_by_score(request, score(request, known, weights), unknown, weights)
-    else:
-        decision = pick_by_hash(request, unknown, "no telemetry")
-    others = hash_order(request.session_key, set(all_ids).difference(decision.ranking))
-    return RoutingDecision(ranking=(*decision.ranking, *others), reason=decision.reason, scores=decision.scores)
+    if request.pin is not None and request.pin in fleet.position:
+        return RoutingDecision(ranking=(request.pin,), reason="pinned by the caller")
+    is_known = known(fleet, now_s)
+    candidates = eligible(request, fleet, is_known)
+    home = None if request.home is None else fleet.position.get(request.home)
+    if home is not None and candidates[home] and not is_known[home]:
+        return dataclasses.replace(
+            _by_hash(request, fleet, candidates, home), reason="stays home, whose telemetry is stale"
+        )
+    scorable = candidates & is_known
+    if not scorable.any():
+        return _by_hash(request, fleet, candidates, home)
+    decision = _by_score(request, fleet, scorable, home)
+    if home is None or candidates[home] or request.home in request.excluded:
+        return decision
+    is_lent = bool(is_known[home]) and fleet.column("is_draining")[home] > 0
+    return dataclasses.replace(decision, is_for_this_turn_only=True) if is_lent else decision
+
+
+def _by_hash(request: RoutingRequest, fleet: Fleet, candidates: Mask, home: int | None) -> RoutingDecision:
+    """Without telemetry: the session's home if it can take the turn, else its hash decides."""
+    found = np.flatnonzero(candidates)
+    fractions = hash_fractions(request.session_key, fleet.hashes[found])
+    best = found[np.argsort(fractions, kind="stable")[: fleet.weights.num_scored]]
+    order = [fleet.ids[at] for at in best]
+    if home is not None and candidates[home]:
+        return RoutingDecision(ranking=first(fleet.ids[home], order), reason="no telemetry: stays home")
+    return RoutingDecision(ranking=tuple(order), reason="no telemetry: consistent hash")
+
+
+def _by_score(request: RoutingRequest, fleet: Fleet, candidates: Mask, home: int | None) -> RoutingDecision:
+    weights, load = fleet.weights, fleet.load
+    tokens = output_tokens(request, weights)
+    turns = load.turns
+    known_costs = costs(request, load, tokens=tokens, missing_tokens=float(request.prompt_tokens))
+    if home is not None:
+        home_load, home_costs = costs_at_home(request, fleet, home, tokens)
+        turns = with_one(turns, home, home_load.turns)
+        known_costs = put_costs(known_costs, home, home_costs)
+    ties = hash_fractions(request.session_key, fleet.hashes)
+    total_s = known_costs.total_s + sketched_experts_s(request.uses, fleet, tokens) + weights.tie_s * ties
+    at = shortlist(total_s, candidates, weights.num_scored, home)
+    copies_s = experts_s(request, fleet, at, turns[at], tokens)
+    names = [fleet.ids[position] for position in at.tolist()]
+    scores = dict(zip(names, known_costs.at(at).scores(copies_s), strict=True))
+    return pick_by_score(request, scores, dict(zip(names, ties[at].tolist(), strict=True)), weights)

@@ -1,84 +1,122 @@
-"""Predicted seconds of a turn on each replica."""
+"""Predicted seconds of a turn on each replica: what it takes there, and what it delays the turns that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
-from wisp_core.routing.filter import blocks_needed
-from wisp_core.routing.views import ReplicaFigures, ReplicaView, RoutingRequest, RoutingWeights, Score, UseRates
+from wisp_core.routing.fleet import Fleet
+from wisp_core.routing.load import Column, Load
+from wisp_core.routing.union import union_misses, union_misses_above
+from wisp_core.routing.views import RoutingRequest, RoutingWeights, Score
+
+_MAX_ROUNDS = 4.0
+"""Turns that a turn waits for to end, at most: how many really is not known."""
 
 
-def missed_uses(own: UseRates, others: NDArray[np.float32], caps: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Expert uses per decode token that would miss because of a session, on each replica.
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Predicted seconds of one turn by cause, experts apart, each [N]."""
 
-    With C slots per layer the C most used experts of everybody's union stay resident (what LRU tends to). Counted
-    are the session's own uses outside of them, and those of the others that it pushes out.
+    decode_s: Column
+    recompute_s: Column
+    queue_s: Column
+    headroom_s: Column
+    resize_s: Column
+
+    @property
+    def total_s(self) -> Column:
+        """The sum."""
+        return self.decode_s + self.recompute_s + self.queue_s + self.headroom_s + self.resize_s
+
+    def at(self, positions: npt.NDArray[np.intp]) -> Costs:
+        """Of some replicas only."""
+        return Costs(
+            self.decode_s[positions],
+            self.recompute_s[positions],
+            self.queue_s[positions],
+            self.headroom_s[positions],
+            self.resize_s[positions],
+        )
+
+    def scores(self, experts_s: Column) -> list[Score]:
+        """One for each replica."""
+        causes = (self.decode_s, self.recompute_s, self.queue_s, self.headroom_s, self.resize_s)
+        return [Score(*row) for row in zip(experts_s.tolist(), *(cause.tolist() for cause in causes), strict=True)]
+
+
+def output_tokens(request: RoutingRequest, weights: RoutingWeights) -> int:
+    """Decode steps that a turn is taken to need."""
+    return min(request.max_tokens or weights.typical_output_tokens, weights.typical_output_tokens)
+
+
+def costs(request: RoutingRequest, load: Load, *, tokens: int, missing_tokens: float) -> Costs:
+    """Everything but the experts.
 
     Args:
-        own: ``[L, E]``, the session's use rates.
-        others: ``[N, L, E]``, summed use rates of what runs on each of N replicas.
-        caps: ``[N]``, slots per layer, from 1 to E.
-
-    Returns:
-        ``[N]``, uses per token of this session.
+        request: The turn.
+        load: Of the replicas asked about.
+        tokens: Its `output_tokens`.
+        missing_tokens: Prompt tokens that are not in their prefix cache.
     """
-    missed: NDArray[np.float32] = _missed(others + own, caps) - _missed(others, caps)
-    return np.maximum(missed, np.float32(0.0))
-
-
-def _missed(uses: NDArray[np.float32], caps: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Sum of ``uses`` ``[N, L, E]`` outside the C largest of each layer, ``[N]``."""
-    num_experts = uses.shape[-1]
-    by_rank = np.sort(uses, axis=-1).sum(axis=1)
-    is_out = np.arange(num_experts) < (num_experts - caps)[:, None]
-    missed: NDArray[np.float32] = np.sum(by_rank, axis=1, where=is_out)
-    return missed
-
-
-def _experts_s(request: RoutingRequest, replicas: Sequence[ReplicaView], weights: RoutingWeights) -> list[float]:
-    own = request.use_rates
-    if own is None:
-        return [0.0] * len(replicas)
-    num_experts = own.shape[1]
-    figures = [replica.figures for replica in replicas if replica.figures is not None]
-    others = np.stack(
-        [np.zeros_like(own) if r.use_rates is None or r.use_rates.shape != own.shape else r.use_rates for r in replicas]
+    passes = np.maximum(missing_tokens * load.passes_per_token, 1.0) if missing_tokens > 0 else 0.0
+    # Turns that wait for blocks already come first.
+    length = max(1, request.prompt_tokens + request.max_tokens)
+    rounds = np.minimum(np.maximum(load.waits - load.free_tokens / length, 0.0), _MAX_ROUNDS)
+    return Costs(
+        decode_s=tokens * load.token_s,
+        recompute_s=passes * load.pass_s + missing_tokens * load.prompt_token_s,
+        queue_s=request.mean_turn_s * load.queue,
+        headroom_s=request.mean_turn_s * rounds,
+        resize_s=load.resize_s,
     )
-    caps = np.clip(np.array([f.cap for f in figures], dtype=np.intp), 1, num_experts)
-    bytes_s = np.array([f.expert_bytes / f.link_bytes_per_s for f in figures])
-    tokens = min(request.max_tokens, weights.typical_output_tokens)
-    seconds: list[float] = (missed_uses(own, others, caps) * bytes_s * tokens).tolist()
+
+
+def costs_at_home(request: RoutingRequest, fleet: Fleet, home: int, tokens: int) -> tuple[Load, Costs]:
+    """The home's load without the session itself, and a turn's costs there with what is cached; each [1]."""
+    load = fleet.load_without(home, 1.0)
+    cached_tokens = float(fleet.column("cached_blocks")[home] * fleet.column("block_tokens")[home])
+    missing_tokens = request.prompt_tokens - min(request.prefix_tokens, request.prompt_tokens, cached_tokens)
+    return load, costs(request, load, tokens=tokens, missing_tokens=missing_tokens)
+
+
+def with_one(many: Column, at: int, one: Column) -> Column:
+    """``many`` with one value replaced."""
+    replaced = many.copy()
+    replaced[at] = one[0]
+    return replaced
+
+
+def put_costs(many: Costs, at: int, one: Costs) -> Costs:
+    """``many`` with one replica's costs replaced."""
+    return Costs(
+        with_one(many.decode_s, at, one.decode_s),
+        with_one(many.recompute_s, at, one.recompute_s),
+        with_one(many.queue_s, at, one.queue_s),
+        with_one(many.headroom_s, at, one.headroom_s),
+        with_one(many.resize_s, at, one.resize_s),
+    )
+
+
+def experts_s(request: RoutingRequest, fleet: Fleet, at: npt.NDArray[np.intp], turns: Column, tokens: int) -> Column:
+    """Seconds of expert copies on the replicas at positions ``at``, [K], with ``turns`` [K] beside this one.
+
+    A turn whose working set is not known still waits for the copies of those it runs with.
+    """
+    rates, uses = fleet.rates[at], request.uses
+    if rates.shape[1] == 0:
+        return np.zeros(len(at))
+    # The sessions of a replica count as one at least, though none may run now: their experts are there. At its home
+    # that would be this session itself.
+    present = np.where(at == fleet.position.get(request.home or "", -1), turns, np.maximum(turns, 1.0))
+    counts = present.astype(np.float32)[:, None]
+    caps = np.maximum(fleet.column("cap")[at].astype(np.intp), 1)
+    others = rates * counts[:, :, None]
+    both = others if uses is None or uses.rates.shape != rates.shape[1:] else others + uses.rates
+    after = union_misses(both.copy() if both is others else both, caps)
+    before = union_misses_above(others, caps, fleet.least_kept[at] * counts)
+    copies = after + turns * np.maximum(after - before, 0.0)
+    seconds: Column = (tokens * fleet.scale) * fleet.column("copy_s")[at] * copies
     return seconds
-
-
-def _recompute_s(request: RoutingRequest, replica_id: str, figures: ReplicaFigures) -> float:
-    """Prefill of what is not in this replica's prefix cache."""
-    cached = min(request.prefix_tokens, request.prompt_tokens) if replica_id == request.home else 0
-    return (request.prompt_tokens - cached) * figures.prefill_s_per_token
-
-
-def _headroom_s(request: RoutingRequest, figures: ReplicaFigures) -> float:
-    """Wait for running turns to free the blocks that are short."""
-    needed = blocks_needed(request, figures)
-    short = max(0, needed - figures.free_blocks)
-    return figures.mean_turn_s * short / needed if short else 0.0
-
-
-def score(request: RoutingRequest, replicas: Sequence[ReplicaView], weights: RoutingWeights) -> dict[str, Score]:
-    """Score replicas that all have figures."""
-    experts_s = _experts_s(request, replicas, weights)
-    scores = {}
-    for replica, expert_s in zip(replicas, experts_s, strict=True):
-        figures = replica.figures
-        assert figures is not None
-        scores[replica.replica_id] = Score(
-            experts_s=expert_s,
-            recompute_s=_recompute_s(request, replica.replica_id, figures),
-            queue_s=figures.mean_turn_s * figures.turns / figures.max_num_seqs,
-            headroom_s=_headroom_s(request, figures),
-            resize_s=weights.resize_s if figures.is_resizing else 0.0,
-        )
-    return scores

@@ -20,26 +20,47 @@ from wisp_core.contracts import Signature
 Usage = npt.NDArray[np.floating]
 """Use counts or weights, not negative; [..., L, E]."""
 
+UseRates = npt.NDArray[np.float32]
+"""Expected uses per token, [L, E]; each at most 1, each layer sums to top-k at most."""
+
 
 def pack(counts: Usage) -> bytes:
-    """Compress ``counts`` [L, E] into `Signature.weights`: relative use within each layer, 8 bits each."""
+    """Compress ``counts`` [L, E] to relative use within each layer, 8 bits each."""
     largest = counts.max(axis=1, keepdims=True)
     scaled = np.divide(counts, largest, out=np.zeros(counts.shape), where=largest > 0)
     return zlib.compress(np.rint(scaled * 255).astype(np.uint8).tobytes(), level=1)
 
 
-def unpack(signature: Signature) -> npt.NDArray[np.float32]:
-    """Weights of ``signature`` in [0, 1], [L, E]. Raises ValueError when its bytes do not fit its shape."""
+def unpack(signature: Signature, *, is_prefill: bool = False) -> npt.NDArray[np.float32]:
+    """Weights of ``signature`` in [0, 1], [L, E]. Raises ValueError when its bytes do not fit its shape.
+
+    ``is_prefill``: those of its prefills, all zero where there were none.
+    """
+    packed = signature.prefill_weights if is_prefill else signature.weights
     num_bytes = signature.num_layers * signature.num_experts
+    if is_prefill and not packed:
+        return np.zeros((signature.num_layers, signature.num_experts), dtype=np.float32)
     decompressor = zlib.decompressobj()
     try:
-        raw = decompressor.decompress(signature.weights, num_bytes + 1)  # bounded: bytes come from another process
+        raw = decompressor.decompress(packed, num_bytes + 1)  # bounded: bytes come from another process
     except zlib.error as error:
         raise ValueError(f"signature {signature.key!r}: weights are not zlib data") from error
     if len(raw) != num_bytes:
         raise ValueError(f"signature {signature.key!r}: weights do not hold {num_bytes} bytes")
     weights = np.frombuffer(raw, dtype=np.uint8).reshape(signature.num_layers, signature.num_experts)
     return weights.astype(np.float32) / np.float32(255)
+
+
+def use_rates(signature: Signature, top_k: int, *, is_prefill: bool = False) -> UseRates:
+    """Expected uses per token [L, E] of who has this signature. Raises ValueError like `unpack`."""
+    weights = unpack(signature, is_prefill=is_prefill)
+    per_layer = float(top_k)
+    if not is_prefill and signature.decode_tokens > 0 and signature.num_layers > 0:
+        per_layer = min(per_layer, signature.lookups / (signature.decode_tokens * signature.num_layers))
+    sums = weights.sum(axis=1, keepdims=True)
+    rates = np.divide(weights * np.float32(per_layer), sums, out=np.zeros_like(weights), where=sums > 0)
+    capped: UseRates = np.minimum(rates, np.float32(1.0))
+    return capped
 
 
 def resident_mask(resident: Sequence[Sequence[int]], num_experts: int) -> npt.NDArray[np.bool_]:
@@ -90,8 +111,10 @@ def overlap(a: Usage, b: Usage) -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class _Entry:
-    counts: npt.NDArray[np.float64]  # [L, E]
+    counts: npt.NDArray[np.float64]  # [L, E], decode steps
+    prefill_counts: npt.NDArray[np.float64] | None = None  # [L, E]
     decode_tokens: int = 0
+    prefill_tokens: int = 0
     lookups: int = 0
     hits: int = 0
 
@@ -114,17 +137,25 @@ class ExpertTally:
         was_resident: npt.NDArray[np.bool_],
         is_prefill: bool,
     ) -> None:
-        """Count the rows of one key in one layer of one forward; arguments as in `ForwardObserver.observe`."""
+        """Count the rows of one key in one layer of one forward; arguments as in `ForwardObserver.observe`.
+
+        Rows of prefills are counted apart: they use nearly every expert and would level everything.
+        """
         entry = self._entry(key)
-        row = entry.counts[layer_index]
-        row *= self._decay ** len(topk_ids)
         uses = np.bincount(topk_ids.reshape(-1), minlength=self._shape[1])
-        row += uses
-        if not is_prefill:
-            is_used = uses > 0
-            entry.lookups += int(np.count_nonzero(is_used))
-            entry.hits += int(np.count_nonzero(is_used & was_resident))
-            entry.decode_tokens += len(topk_ids) if layer_index == 0 else 0
+        if is_prefill:
+            if entry.prefill_counts is None:
+                entry.prefill_counts = np.zeros(self._shape)
+            self._decayed(entry.prefill_counts[layer_index], len(topk_ids))
+            entry.prefill_counts[layer_index] += uses
+            entry.prefill_tokens += len(topk_ids) if layer_index == 0 else 0
+            return
+        self._decayed(entry.counts[layer_index], len(topk_ids))
+        entry.counts[layer_index] += uses
+        is_used = uses > 0
+        entry.lookups += int(np.count_nonzero(is_used))
+        entry.hits += int(np.count_nonzero(is_used & was_resident))
+        entry.decode_tokens += len(topk_ids) if layer_index == 0 else 0
 
     def keys(self) -> Iterable[str]:
         """Known keys, the stalest first."""
@@ -151,10 +182,15 @@ class ExpertTally:
             num_layers=self._shape[0],
             num_experts=self._shape[1],
             weights=pack(entry.counts),
+            prefill_weights=b"" if entry.prefill_counts is None else pack(entry.prefill_counts),
+            prefill_tokens=entry.prefill_tokens,
             decode_tokens=entry.decode_tokens,
             lookups=entry.lookups,
             hits=entry.hits,
         )
+
+    def _decayed(self, row: npt.NDArray[np.float64], num_tokens: int) -> None:
+        row *= self._decay**num_tokens
 
     def _entry(self, key: str) -> _Entry:
         entry = self._entries.get(key)
