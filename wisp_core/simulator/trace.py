@@ -190,7 +190,7 @@ def parse_trace(lines: Iterable[str], source: str) -> Trace:
         tenants=tuple(read.header["tenants"]),
         phases=tuple(read.header["phases"]),
         has_barriers=bool(read.header["has_barriers"]),
-        source=source,
+        source=read.header.get("source") or source,
     )
 
 

@@ -1,0 +1,180 @@
+"""Plans: against what an H200 measured, against the engine's rules, and what they say when nothing fits."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from loadtests.shapes import SHAPES, _hf_config
+from loadtests.traces import generate, workflow, write_trace
+from services.cli.main import app
+from services.cli.plan import serve_settings, vllm_command
+from services.config import ServiceConfig
+from wisp_core.allocation.solver import violations
+from wisp_core.errors import ConfigurationError
+from wisp_core.planner.cards import H200, find_card
+from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
+from wisp_core.planner.model_shape import ModelShape, read_shape
+from wisp_core.planner.plan import Plan, PlanRequest, make_plan, observe
+from wisp_core.simulator.engine_model import EngineModel
+from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
+
+RESULTS = Path(__file__).parents[2] / "loadtests" / "results"
+QWEN = read_shape(_hf_config(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
+TINY = read_shape(_hf_config(SHAPES["tiny"]), name="tiny")
+
+
+def h200_engine(shape: ModelShape = QWEN) -> EngineModel:
+    choice = EngineChoice(max_model_len=8192, max_num_seqs=8, max_num_batched_tokens=8192)
+    pooled_bytes = 60 * 10**9
+    layout = memory_layout(shape, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
+    routing = RoutingModel(layers=shape.num_moe_layers, experts=shape.num_experts, top_k=shape.top_k)
+    curves = replay_curves(routing, max_batch=8)
+    return engine_model(shape, H200, choice, curves, layout=layout, pooled_bytes=pooled_bytes)
+
+
+def measured_rows(mode: str) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / "decode-h200.json").read_text())["rows"]
+    return [row for row in rows if row["mode"] == mode]
+
+
+@pytest.mark.parametrize("row", measured_rows("paged"), ids=lambda row: f"cap {row['cap']}, batch {row['batch']}")
+def test_decode_is_predicted_within_a_tenth_of_what_an_h200_measured(row: dict[str, Any]) -> None:
+    # Misses too are predicted, by replaying the same kind of routing: every session a topic of its own.
+    step = h200_engine().decode_step(row["cap"], row["batch"], row["batch"])
+    assert step.seconds * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
+    assert step.misses * QWEN.expert_bytes == pytest.approx(row["missed_bytes_per_step"], rel=0.10)
+
+
+@pytest.mark.parametrize("row", measured_rows("resident"), ids=lambda row: f"batch {row['batch']}")
+def test_compute_is_predicted_where_nothing_is_paged(row: dict[str, Any]) -> None:
+    step = h200_engine().decode_step(128, row["batch"], row["batch"])
+    planning_s = 0.5e-3  # of the pager, which these rows ran without
+    assert (step.seconds - planning_s) * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
+
+
+@pytest.mark.parametrize("tokens", [2000, 8000])
+def test_time_to_first_token_lies_where_prefills_were_measured(tokens: int) -> None:
+    """1.03 to 1.06 times what the experts without a slot take over the link."""
+    engine = h200_engine()
+    for cap in (16, 32, 64):
+        bound_s = 48 * (128 - cap) * QWEN.expert_bytes / H200.link_bytes_per_s
+        assert 1.03 <= engine.first_token_s(cap, tokens) / bound_s <= 1.06
+
+
+def plan_for(**changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "shape": QWEN,
+        "card": find_card("rtx-3090"),
+        "budget_bytes": 24 * 10**9,
+        "concurrency": 4,
+        "max_model_len": 32768,
+    }
+    return make_plan(PlanRequest(**(fields | changes)))
+
+
+def test_a_plan_holds_budget_and_floor_and_is_the_cheapest_of_all_caps() -> None:
+    plan = plan_for()
+    assert plan.other_bytes + plan.layout.pool_bytes(plan.split) <= 24 * 10**9
+    assert plan.split.kv_blocks >= plan.floor_blocks
+    snapshot = observe(plan.model, generate(workflow("coding_agent", 60), seed=0), plan.split)
+    assert violations(snapshot, plan.split) == []
+    costs = {split: decode + prefill for split, decode, prefill in plan.curve}
+    assert costs[plan.split] == min(costs.values())
+    assert plan.chosen.cost == pytest.approx(min(costs.values()))
+
+
+def test_more_memory_is_never_slower_and_more_turns_need_more_kv() -> None:
+    small, large = plan_for(budget_bytes=16 * 10**9), plan_for()
+    assert large.chosen.mean_turn_s < small.chosen.mean_turn_s
+    assert plan_for(concurrency=5).split.kv_blocks > large.split.kv_blocks
+
+
+def test_a_workload_of_short_turns_gets_more_slots(tmp_path: Path) -> None:
+    bursts = generate(workflow("tool_bursts", 300), seed=0)
+    assert plan_for(trace=bursts).split.cap > plan_for().split.cap
+
+
+def test_where_it_cannot_fit_it_says_what_would_and_that_is_true() -> None:
+    with pytest.raises(ConfigurationError, match=r"does not fit 12\.0 GB") as error:
+        plan_for(budget_bytes=12 * 10**9)
+    message = str(error.value)
+    budget = re.search(r"--vram-budget-gb ([\d.]+)", message)
+    turns = re.search(r"--concurrency (\d+)", message)
+    assert budget is not None
+    assert turns is not None
+    assert plan_for(budget_bytes=round(float(budget[1]) * 1e9)).split.cap == 8
+    assert plan_for(budget_bytes=12 * 10**9, concurrency=int(turns[1])).split.cap >= 8
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        plan_for(budget_bytes=round((float(budget[1]) - 0.2) * 1e9))
+
+
+def test_a_budget_below_the_dense_weights_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigurationError, match=r"3\.09 GB weights.*--vram-budget-gb"):
+        plan_for(budget_bytes=2 * 10**9)
+
+
+def test_a_model_that_fits_is_not_paged() -> None:
+    plan = plan_for(shape=TINY, max_model_len=4096)
+    assert plan.is_whole
+    assert "additional-config" not in vllm_command(plan, "tiny", None, "auto")
+
+
+def test_the_settings_are_a_service_s_and_hold_the_plan_s_numbers(tmp_path: Path) -> None:
+    plan = plan_for()
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(serve_settings(plan, "some/model", "bfloat16", "fp8")))
+    replica = ServiceConfig.load(path).replica
+    assert (replica.initial_cap, replica.other_bytes) == (plan.split.cap, plan.other_bytes)
+    pooled_bytes = replica.vram_budget_bytes - plan.other_bytes
+    again = memory_layout(QWEN, plan.choice, pooled_bytes=pooled_bytes, page_bytes=2 << 20)
+    assert again.kv_blocks_within(pooled_bytes - again.experts_bytes_by_cap[plan.split.cap]) == plan.split.kv_blocks
+    words = shlex.split(vllm_command(plan, "some/model", None, "auto"))
+    assert json.loads(words[words.index("--additional-config") + 1]) == {"wisp": {"cap": plan.split.cap}}
+    assert int(words[words.index("--kv-cache-memory-bytes") + 1]) == plan.layout.kv_bytes(plan.split.kv_blocks)
+
+
+def test_activations_grow_with_the_pass() -> None:
+    choice = EngineChoice(max_model_len=8192, max_num_seqs=8)
+    small, large = (
+        other_bytes(QWEN, dataclasses.replace(choice, max_num_batched_tokens=tokens)) for tokens in (1024, 8192)
+    )
+    # An 8,192-token pass of this model needs some hundreds of MiB more than a short one.
+    assert 0.2e9 < large - small < 1.5e9
+    assert small > QWEN.dense_bytes + (1 << 30)
+
+
+def test_the_command_prints_plan_settings_and_picture(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(_hf_config(SHAPES["qwen3-30b-a3b"])))
+    trace = generate(workflow("mixed_tenants", 150), seed=0)
+    write_trace(tmp_path / "trace.jsonl", trace)
+    arguments = ["plan", "--model", str(tmp_path / "model"), "--vram-budget-gb", "24", "--card", "l4"]
+    arguments += ["--trace", str(tmp_path / "trace.jsonl"), "--output", str(tmp_path / "service.yaml")]
+    answer = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "plan.svg")])
+    assert answer.exit_code == 0, answer.output
+    assert "The choice and its neighbours" in answer.output
+    assert "mixed_tenants, seed 0" in answer.output
+    assert ServiceConfig.load(tmp_path / "service.yaml").replica.initial_cap is not None
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--card", "l4", "--vram-budget-gb", "40"], "l4 has 24.1 GB"),
+        (["--card", "voodoo", "--vram-budget-gb", "24"], "known are"),
+        (["--card", "l4", "--vram-budget-gb", "24", "--max-model-len", "50000"], "longest is 40960"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_hf_config(SHAPES["qwen3-30b-a3b"])))
+    answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])
+    assert answer.exit_code != 0
+    assert said in str(answer.exception)

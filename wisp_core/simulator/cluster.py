@@ -1,0 +1,123 @@
+"""All replicas of a simulation as routers see them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wisp_core.routing.fleet import Fleet
+from wisp_core.routing.views import ReplicaFigures, RoutingWeights, Uses
+from wisp_core.simulator.expert_curves import RoutingModel
+from wisp_core.simulator.replica import Job, Replica
+from wisp_core.simulator.routers import replica_name
+
+
+class Cluster:
+    """Replicas, and the fleet that a service's router would keep of them: refreshed as often as it refreshes."""
+
+    def __init__(
+        self,
+        replicas: list[Replica],
+        *,
+        routing: RoutingModel | None,
+        num_topics: int,
+        refresh_s: float,
+        weights: RoutingWeights | None = None,
+    ) -> None:
+        """``routing`` tells the use rates of topics; without it routers know none."""
+        self._replicas = replicas
+        self._refresh_s = refresh_s
+        self._refreshed_s = -np.inf
+        self._fleet: Fleet | None = None
+        self._weights = weights
+        self._turns = [0] * len(replicas)
+        self._topic_turns = np.zeros((len(replicas), num_topics), dtype=np.float32)
+        self._stale: set[int] = set(range(len(replicas)))
+        self.mean_turn_s = 1.0
+        self.now_s = 0.0
+        self._rates = None if routing is None else routing.use_rates(num_topics)
+        self._uses = [] if self._rates is None else [Uses.of(rates) for rates in self._rates]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas."""
+        return len(self._replicas)
+
+    def num_turns(self, replica: int) -> int:
+        """Turns there now."""
+        return self._turns[replica]
+
+    def uses(self, topic: int) -> Uses | None:
+        """The working set of a session on ``topic``."""
+        return self._uses[topic] if self._uses else None
+
+    def begin_turn(self, replica: int, job: Job) -> None:
+        """A turn was sent there."""
+        self._change(replica, job, 1)
+
+    def end_turn(self, replica: int, job: Job, duration_s: float) -> None:
+        """It has ended."""
+        self._change(replica, job, -1)
+        self.mean_turn_s += 0.05 * (duration_s - self.mean_turn_s)
+
+    def note_home(self, before: int | None, now: int) -> None:
+        """A session was placed."""
+        if self._fleet is not None and before != now:
+            self._fleet.note_placed(replica_name(now), 1)
+            if before is not None:
+                self._fleet.note_placed(replica_name(before), -1)
+
+    def fleet(self) -> Fleet:
+        """Every replica, as of the last refresh; own turns as of now."""
+        if self._fleet is None:
+            self._fleet = Fleet(self._weights)
+            self._fleet.keep([replica_name(number) for number in range(len(self._replicas))])
+            self._refresh(self._fleet)
+        elif self.now_s - self._refreshed_s >= self._refresh_s:
+            self._refresh(self._fleet)
+        return self._fleet
+
+    def _change(self, replica: int, job: Job, change: int) -> None:
+        self._turns[replica] += change
+        self._topic_turns[replica, job.topic] += change
+        self._stale.add(replica)
+        if self._fleet is not None:
+            self._fleet.add_turns(replica_name(replica), change)
+
+    def _refresh(self, fleet: Fleet) -> None:
+        """Replicas where nothing happened stay as they are, but their figures are as new as the others'."""
+        for number in self._stale:
+            name, turns = replica_name(number), self._topic_turns[number]
+            fleet.update(name, self._figures(number), self._turns[number])
+            if self._rates is not None and turns.sum() > 0:
+                fleet.set_rates(name, np.tensordot(turns / turns.sum(), self._rates, axes=1).astype(np.float32))
+        fleet.column("at_s")[:] = self.now_s
+        self._refreshed_s = self.now_s
+        self._stale.clear()
+
+    def _figures(self, number: int) -> ReplicaFigures:
+        replica = self._replicas[number]
+        model, layout, totals = replica.model, replica.model.layout, replica.totals
+        share = totals.pass_s / self.now_s if self.now_s > 0 else 0.0
+        return ReplicaFigures(
+            at_s=self.now_s,
+            is_healthy=1.0,
+            is_draining=0.0,
+            is_resizing=0.0,
+            cap=replica.cap,
+            copy_s=model.copy_s,
+            fixed_s=model.step_s,
+            row_s=model.row_s + model.distinct_s * layout.top_k * layout.num_layers,
+            pass_s=model.prefill_pass_s(replica.cap, 1),
+            pass_tokens=model.pass_tokens,
+            prompt_token_s=model.token_s,
+            prefill_share=min(0.8, share),
+            block_tokens=layout.block_tokens,
+            kv_blocks=replica.cache.capacity,
+            free_blocks=max(0, replica.cache.capacity - replica.cache.running_blocks),
+            cached_blocks=replica.cache.cached_blocks,
+            max_num_seqs=layout.max_num_seqs,
+            turns=self._turns[number],
+            waiting_turns=len(replica.waiting),
+            mean_turns=replica.recent_turns(self.now_s),
+            window_s=replica.window_s,
+        )

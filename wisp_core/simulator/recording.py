@@ -1,0 +1,169 @@
+"""What ``wisp trace record`` keeps of a live service: a trace, and what its replicas reported meanwhile. No prompts.
+
+The file is a trace's (`wisp_core.simulator.trace`) with lines of two more kinds: ``snapshot`` (ReplicaSnapshot) and
+``signature`` (Signature). Readers of traces pass over them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from wisp_core.contracts import ReplicaSnapshot, Signature, TurnRecord
+from wisp_core.errors import ConfigurationError
+from wisp_core.simulator.expert_curves import ExpertCurves
+from wisp_core.simulator.trace import Trace, TraceTurn, trace_lines
+from wisp_core.simulator.trace_files import read_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A trace and the reports that belong to it; both may be empty for a trace that nobody recorded."""
+
+    trace: Trace
+    snapshots: tuple[ReplicaSnapshot, ...] = ()
+    """In the order of time, of all replicas."""
+    signatures: tuple[Signature, ...] = ()
+
+    def matches(self, num_layers: int, num_experts: int, top_k: int) -> bool:
+        """Whether its curves are those of a model with these experts."""
+        layouts = [one.layout for one in self._curved()]
+        return bool(layouts) and all(
+            (one.num_layers, one.num_experts, one.top_k) == (num_layers, num_experts, top_k) for one in layouts
+        )
+
+    def expert_curves(self) -> ExpertCurves:
+        """Measured curves by batch, without a distinction of topics. Raises ConfigurationError when there are none.
+
+        Each snapshot's curve belongs to the mean batch since the one before; those of like batches are averaged by
+        their steps, and batches in between are interpolated.
+        """
+        return measured_curves(self._curved())
+
+    def _curved(self) -> list[ReplicaSnapshot]:
+        return [one for one in self.snapshots if len(one.decode_misses_by_cap) == one.layout.num_experts + 1]
+
+
+def measured_curves(snapshots: Sequence[ReplicaSnapshot]) -> ExpertCurves:
+    """Curves by batch from what replicas reported over time. Raises ConfigurationError when no decode step was."""
+    found: dict[int, list[tuple[float, np.ndarray, float]]] = {}
+    before: dict[str, ReplicaSnapshot] = {}
+    for one in snapshots:
+        last = before.get(one.replica_id)
+        before[one.replica_id] = one
+        first = (last.decode.steps, last.decode.tokens, last.decode.distinct) if last else (0, 0, 0)
+        steps = one.decode.steps - first[0]
+        if steps <= 0 or not one.decode_misses_by_cap:
+            continue
+        batch = max(1, round((one.decode.tokens - first[1]) / steps))
+        distinct = (one.decode.distinct - first[2]) / steps
+        found.setdefault(batch, []).append((steps, np.array(one.decode_misses_by_cap), distinct))
+    if not found:
+        raise ConfigurationError("the recording has no decode step: record while turns run")
+    batches = sorted(found)
+    misses = [np.average([m for _, m, _ in found[b]], axis=0, weights=[s for s, _, _ in found[b]]) for b in batches]
+    needed = [np.average([d for _, _, d in found[b]], weights=[s for s, _, _ in found[b]]) for b in batches]
+    num_experts = len(misses[0]) - 1
+    return ExpertCurves(
+        batches,
+        (1,),
+        np.maximum.accumulate(np.stack(misses), axis=0)[:, None, :],
+        np.maximum.accumulate(np.array(needed))[:, None],
+        (1,),
+        np.zeros((1, num_experts + 1)),
+    )
+
+
+def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:
+    """The trace of a service's finished turns. Raises ConfigurationError when there are none.
+
+    Each session is a client. Its first turn keeps its time; between two of them lies what the client paused. Prompts
+    that grew by at least the last answer count as continued: their common part is a prefix. Failed turns and those
+    without token counts are left out.
+    """
+    good = [turn for turn in turns if not turn.is_failed and turn.prompt_tokens > 0 and turn.completion_tokens > 0]
+    good.sort(key=lambda turn: turn.at_s - turn.duration_s)
+    if not good:
+        raise ConfigurationError("no turn was recorded: record while turns run")
+    start_s = good[0].at_s - good[0].duration_s
+    numbers = _Numbers()
+    last: dict[str, TurnRecord] = {}
+    rows = []
+    for turn in good:
+        tenant, user = _owner(turn.session_key)
+        before = last.get(turn.session_key)
+        last[turn.session_key] = turn
+        arrived_s = turn.at_s - turn.duration_s
+        context = before.prompt_tokens + before.completion_tokens if before is not None else 0
+        client = numbers.of("session", turn.session_key)
+        rows.append(
+            TraceTurn(
+                client=client,
+                session=client,
+                user=numbers.of("user", user),
+                tenant=numbers.of("tenant", tenant),
+                topic=numbers.of("user", user),
+                phase=0,
+                at_s=arrived_s - start_s if before is None else 0.0,
+                think_s=0.0 if before is None else max(0.0, arrived_s - before.at_s),
+                prompt_tokens=turn.prompt_tokens,
+                prefix_tokens=max(turn.cached_tokens, context if context <= turn.prompt_tokens else 0),
+                output_tokens=turn.completion_tokens,
+                ttft_s=float("nan") if turn.ttft_s is None else turn.ttft_s,
+                duration_s=turn.duration_s,
+            )
+        )
+    return Trace.of(rows, tenants=tuple(numbers.names("tenant")), source=source)
+
+
+class _Numbers:
+    """Small numbers for names, by kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, int]] = {}
+
+    def of(self, kind: str, name: str) -> int:
+        names = self._known.setdefault(kind, {})
+        return names.setdefault(name, len(names))
+
+    def names(self, kind: str) -> list[str]:
+        return list(self._known.get(kind, {}))
+
+
+def _owner(session_key: str) -> tuple[str, str]:
+    """Tenant and user of a session's key, ``tenant/user/session``."""
+    tenant, _, rest = session_key.partition("/")
+    return tenant, f"{tenant}/{rest.partition('/')[0]}"
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write trace, snapshots and signatures."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for line in trace_lines(recording.trace):
+            file.write(line + "\n")
+        for snapshot in recording.snapshots:
+            kept = snapshot.model_dump(mode="json", exclude={"resident"})
+            file.write(json.dumps({"snapshot": kept}) + "\n")
+        for signature in recording.signatures:
+            file.write(json.dumps({"signature": signature.model_dump(mode="json")}) + "\n")
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a recording, or any trace that `read_trace` knows. Raises ConfigurationError."""
+    trace = read_trace(path)
+    snapshots, signatures = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        try:
+            if line.startswith('{"snapshot"'):
+                snapshots.append(ReplicaSnapshot.model_validate(json.loads(line)["snapshot"]))
+            elif line.startswith('{"signature"'):
+                signatures.append(Signature.model_validate(json.loads(line)["signature"]))
+        except (ValueError, ValidationError) as error:
+            raise ConfigurationError(f"{path}, line {number}: {error}") from error
+    return Recording(trace=trace, snapshots=tuple(snapshots), signatures=tuple(signatures))
