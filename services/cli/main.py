@@ -64,6 +64,44 @@ def load(
     raise typer.Exit(run_load(users=users, run_time=run_time, state_dir=state_dir, is_own_service=start))
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A model's directory, or its Hugging Face name.")],
+    vram_budget_gb: Annotated[float, typer.Option(min=0.1, help="All that it may hold on the card, 1e9 bytes.")],
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Turns that run at once.")] = 4,
+    max_model_len: Annotated[int, typer.Option(min=64, help="Longest request, tokens.")] = 32768,
+    trace: Annotated[Path | None, typer.Option(help="A workload: `wisp trace record`'s, or a public trace.")] = None,
+    card: Annotated[str | None, typer.Option(help="Profile of a card; else the one in this machine.")] = None,
+    link_gb_per_s: Annotated[float | None, typer.Option(min=0.1, help="Measured host-to-device speed.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
+    chunk_tokens: Annotated[int | None, typer.Option(min=64, help="Tokens per prefill pass; else the best.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM takes it; else the model's own.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="As vLLM takes it, such as fp8.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Write the service's YAML here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of both curves: .svg or .png.")] = None,
+) -> None:
+    """Choose a split for a model, a card and a workload before anything runs, and say what it will do."""
+    from services.cli.plan import PlanOptions, run_plan
+
+    run_plan(
+        PlanOptions(
+            model=model,
+            vram_budget_gb=vram_budget_gb,
+            concurrency=concurrency,
+            max_model_len=max_model_len,
+            trace=trace,
+            card=card,
+            link_gb_per_s=link_gb_per_s,
+            block_size=block_size,
+            chunk_tokens=chunk_tokens,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            output=output,
+            plot=plot,
+        )
+    )
+
+
 @model_app.command()
 def tiny(
     directory: Annotated[Path, typer.Argument(help="Where the checkpoint goes.")],
