@@ -7,7 +7,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-ROUNDS ?= 10
+ROUNDS ?= 20
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
 .PHONY: help demo test check soak bench clean
@@ -40,12 +40,13 @@ check: $(STAMP) ## format, lint, types, import rules, README's paths
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/pytest -q tests/unit/test_project.py
 
-soak: $(STAMP) ## faults and load again and again; ROUNDS=10
-	@for round in $$(seq $(ROUNDS)); do \
-		echo "==> soak round $$round of $(ROUNDS)"; \
-		$(BIN)/pytest -q tests/integration/test_faults.py; \
-		$(BIN)/wisp load --start --users 8 --run-time 120s; \
-	done
+soak: $(STAMP) ## faults, streams, broken requests and greedy tenants, an hour or more; ROUNDS=20
+	@echo "==> soak: $(ROUNDS) faults of each kind, then 1000 streams, 10000 broken requests, tenants, Locust"
+	@$(BIN)/wisp bench faults --rounds $(ROUNDS)
+	@$(BIN)/wisp bench streams
+	@$(BIN)/wisp bench malformed
+	@$(BIN)/wisp bench fairness
+	@$(BIN)/wisp load --start --users 8 --run-time 120s
 
 bench: $(STAMP) ## Locust sessions against a service of its own, with the service's figures
 	@echo "==> wisp load --start"

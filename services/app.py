@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import httpx
 import ray
@@ -21,7 +24,9 @@ from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
 from services.policy.deployment import build_policy_service
 from services.replica.deployment import build_replica
-from services.secret_files import ServiceSecrets, secret_path, tenant_specs
+from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
+from services.store_address import StoreAddress, without_password
+from wisp_core.contracts import Isolation
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.store.redis_store import RedisStore
 
@@ -39,12 +44,13 @@ class Service:
     """Starts everything on entry and stops everything on exit, in reverse order. Use it in the main thread."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Nothing is started yet; secrets and tenant keys that do not exist are created."""
-        self.config = config
+        """Nothing is started yet; secrets and tenant keys that do not exist are created. Raises ConfigurationError."""
+        self.config, self._redis_password_file = _hide_redis_password(config)
         self.secrets = ServiceSecrets.load(config.state_dir)
-        self._tenants = tenant_specs(config)
+        tenant_specs(config)
         self.valkey: EmbeddedValkey | None = None
-        self._redis_url = config.redis.url or ""
+        self._redis_url = self.config.redis.url or ""
+        self._began_s = time.time()
         self._is_published = False
 
     @property
@@ -55,9 +61,7 @@ class Service:
 
     def store(self) -> RedisStore:
         """A new client of the service's store, for the event loop that uses it."""
-        return RedisStore(
-            self._redis_url, self.config.name, password=self._redis_password, timeout_s=self.config.redis.timeout_s
-        )
+        return self._store_address.open()
 
     def __enter__(self) -> Self:
         """Return when every replica serves. Raises ConfigurationError."""
@@ -78,8 +82,9 @@ class Service:
         if self._is_published:
             (self.config.state_dir / "service.json").unlink(missing_ok=True)
         if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
+            with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+                serve.shutdown()
+                ray.shutdown()
         if self.valkey is not None:
             self.valkey.stop()
 
@@ -89,15 +94,45 @@ class Service:
         answers: list[Any] = await handle.broadcast(method).results_async(timeout_s=timeout_s)
         return answers
 
+    def upgrade(self, config: ServiceConfig) -> None:
+        """Go on with ``config``, without failing a turn: parts are replaced one at a time, and drained before.
+
+        Blocks until the new ones serve. Raises ConfigurationError; what cannot change is refused before anything does.
+        """
+        config, password_file = _hide_redis_password(config)
+        for name in ("name", "state_dir", "http", "redis"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigurationError(f"{name}: cannot change while the service runs: stop it and start it again")
+        tenant_specs(config)
+        before = self.config, self._redis_password_file
+        try:
+            self._deploy(config, password_file)
+        except ConfigurationError:
+            self._deploy(*before)
+            raise
+
+    def _deploy(self, config: ServiceConfig, redis_password_file: Path | None) -> None:
+        """Deploy both applications; Serve replaces what differs."""
+        self.config, self._redis_password_file = config, redis_password_file
+        self._began_s = time.time()
+        self.run_policy()
+        self._run_application()
+        self._wait_ready()
+
     def tend(self) -> None:
         """Restart the embedded Valkey if it has died; call this again and again."""
         if self.valkey is not None:
             self.valkey.ensure_running()
 
     @property
-    def _redis_password(self) -> str | None:
-        """Of the embedded server; a configured URL carries its own."""
-        return None if self.config.redis.url else self.secrets.redis_password
+    def _store_address(self) -> StoreAddress:
+        """Where the parts of the service find the store."""
+        return StoreAddress(
+            url=self._redis_url,
+            password_file=self._redis_password_file,
+            service=self.config.name,
+            timeout_s=self.config.redis.timeout_s,
+        )
 
     def _start(self) -> None:
         if self.config.redis.url is None:
@@ -108,7 +143,7 @@ class Service:
         self.run_policy()
         self._run_application()
         self._wait_ready()
-        self._publish()
+        self.publish()
 
     def _start_ray(self) -> None:
         replica = self.config.replica
@@ -132,7 +167,7 @@ class Service:
 
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
-        policy = build_policy_service(self.config, self._redis_url, self._redis_password)
+        policy = build_policy_service(self.config, self._store_address)
         serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=_LOGGING)
 
     def _run_application(self) -> None:
@@ -150,26 +185,26 @@ class Service:
         return f"{self.config.name}-policy"
 
     def _application(self) -> serve.Application:
-        is_embedded = self.config.redis.url is None
-        router = RouterConfig.of(
-            self.config, self._redis_url, secret_path(self.config.state_dir, "redis") if is_embedded else None
-        )
-        replica = build_replica(
-            self.config,
-            self._redis_url,
-            self._redis_password,
-            request_router_class=ROUTER_CLASS,
-            request_router_kwargs=router.kwargs(),
-        )
+        dedicated = [tenant for tenant in self.config.tenants if tenant.isolation is Isolation.DEDICATED]
         return build_ingress(
             self.config,
-            self._redis_url,
-            replica,
+            self._store_address,
+            self._replicas(),
+            {one.tenant_id: self._replicas(f"Replica-{one.tenant_id}", one.dedicated_replicas) for one in dedicated},
             policy_app=self.policy_app,
-            redis_password=self._redis_password,
-            admin_key=self.secrets.admin_key,
-            cache_salt_key=self.secrets.cache_salt_key,
-            tenants=self._tenants,
+            service_began_s=self._began_s,
+        )
+
+    def _replicas(self, name: str = "Replica", count: int | None = None) -> serve.Application:
+        """A deployment of replicas with a router of its own."""
+        router = RouterConfig.of(self.config, self._redis_url, self._redis_password_file)
+        return build_replica(
+            self.config,
+            self._store_address,
+            name=name,
+            count=count or self.config.replica.count,
+            request_router_class=ROUTER_CLASS,
+            request_router_kwargs=router.kwargs(),
         )
 
     def _wait_ready(self) -> None:
@@ -187,9 +222,10 @@ class Service:
                 raise EngineUnavailableError(f"not ready after {READY_TIMEOUT_S:g} s: {last}")
             time.sleep(0.2)
 
-    def _publish(self) -> None:
+    def publish(self, **more: Any) -> None:
         """Tell ``wisp status`` and ``wisp load`` where the service is."""
         facts = {
+            **more,
             "url": self.url,
             "pid": os.getpid(),
             "model": self.config.model.name,
@@ -197,8 +233,41 @@ class Service:
                 one.tenant_id: str(one.key_file.resolve()) for one in self.config.tenants if one.key_file is not None
             },
         }
-        (self.config.state_dir / "service.json").write_text(json.dumps(facts) + "\n")
+        path = self.config.state_dir / "service.json"
+        draft = path.with_suffix(".new")
+        draft.write_text(json.dumps(facts) + "\n")
+        draft.replace(path)
         self._is_published = True
+
+
+def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:
+    """``config`` as the parts of the service see it, and the file that holds the store's password."""
+    config = config.model_copy(update={"state_dir": config.state_dir.resolve()})
+    if config.redis.url is None:
+        return config, secret_path(config.state_dir, "redis")
+    url, password = without_password(config.redis.url)
+    path = secret_path(config.state_dir, "redis-url")
+    if password is None:
+        path.unlink(missing_ok=True)
+        return config, None
+    replace_secret(path, password)
+    redis = config.redis.model_copy(update={"url": url})
+    return config.model_copy(update={"redis": redis}), path
+
+
+class WithoutShutdownNoise(io.TextIOBase):
+    """Standard output less one line: Ray always says of Serve's controller that its own end was a failure."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Pass on everything else."""
+        return len(text) if "ServeController.graceful_shutdown" in text else self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream behind."""
+        self._stream.flush()
 
 
 def read_service_file(state_dir: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from wisp_core.contracts import Barrier
+from wisp_core.contracts import Barrier, Isolation
 from wisp_core.errors import ConfigurationError
 
 
@@ -27,6 +27,7 @@ class HttpSettings(Section):
     port: int = Field(default=8000, ge=1, le=65535)
     max_body_bytes: int = Field(default=2 << 20, gt=0, description="Larger request bodies get 413.")
     max_header_bytes: int = Field(default=16 << 10, gt=0, description="Larger request headers get 431.")
+    body_timeout_s: float = Field(default=30.0, gt=0, description="A body that takes longer to come gets 408, seconds.")
     num_ingresses: int = Field(default=1, ge=1, description="Ingress processes.")
 
 
@@ -147,6 +148,17 @@ class TenantSettings(Section):
     requests_per_minute: int = Field(default=600, gt=0)
     tokens_per_minute: int = Field(default=200_000, gt=0, description="Prompt plus requested output tokens.")
     max_concurrent_turns: int = Field(default=64, gt=0)
+    weight: float = Field(
+        default=1.0, gt=0, le=1000, description="Share of a replica's engine time, against other tenants' weights."
+    )
+    kv_share: float = Field(
+        default=1.0, gt=0, le=1, description="Largest part of a replica's KV and batch that its running turns may hold."
+    )
+    isolation: Isolation = Field(
+        default=Isolation.SHARED,
+        description="dedicated: dedicated_replicas of its own beside replica.count, which no other tenant reaches.",
+    )
+    dedicated_replicas: int = Field(default=1, ge=1, description="With isolation: dedicated.")
 
     @model_validator(mode="after")
     def _exactly_one_key(self) -> Self:
@@ -181,6 +193,13 @@ class ServiceConfig(Section):
             if repeated := sorted(name for name, count in counts.items() if count > 1):
                 raise ValueError(f"tenants: each needs a {what} of its own, these are repeated: {', '.join(repeated)}")
         return self
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas for all and those of single tenants."""
+        return self.replica.count + sum(
+            tenant.dedicated_replicas for tenant in self.tenants if tenant.isolation is Isolation.DEDICATED
+        )
 
     @model_validator(mode="after")
     def _snapshots_stay_fresh(self) -> Self:

@@ -44,8 +44,8 @@ def own_state_dir(state_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             owner = lock.read().strip() or "unknown"
             raise ConfigurationError(
-                f"state_dir {state_dir}: another service runs there (pid {owner}): stop it, or give this one a "
-                "state_dir of its own"
+                f"state_dir {state_dir}: another service runs there (pid {owner}): stop it, change it by `wisp serve "
+                "--upgrade`, or give this one a state_dir of its own"
             ) from error
         lock.truncate()
         lock.write(f"{os.getpid()}\n")

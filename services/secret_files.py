@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServiceConfig, TenantSettings
 from wisp_core.contracts import TenantSpec
 from wisp_core.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class ServiceSecrets:
 
 
 def secret_path(state_dir: Path, name: str) -> Path:
-    """File of the secret ``name``: ``admin``, ``cache-salt`` or ``redis``."""
+    """File of the secret ``name``: ``admin``, ``cache-salt``, ``redis`` or ``redis-url``."""
     return state_dir.resolve() / "secrets" / f"{name}.key"
 
 
@@ -43,6 +47,7 @@ def read_or_create(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError):
             _write_new(path, secrets.token_urlsafe(32))
+        _tighten(path)
         secret = path.read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
@@ -51,15 +56,41 @@ def read_or_create(path: Path) -> str:
     return secret
 
 
+def replace_secret(path: Path, secret: str) -> None:
+    """Write ``secret`` into ``path``, mode 0600; readers see the old one or the new one. Raises ConfigurationError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _draft(path, secret).replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
 def _write_new(path: Path, secret: str) -> None:
     # Linked into place when complete, so that two processes that start at once agree on one secret.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secret + "\n")
+    draft = _draft(path, secret)
     try:
         path.hardlink_to(draft)
     finally:
         draft.unlink()
+
+
+def _draft(path: Path, secret: str) -> Path:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secret + "\n")
+    return draft
+
+
+def _tighten(path: Path) -> None:
+    """Take the secret away from everybody but its owner; somebody else's file is only reported."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077 == 0:
+        return
+    try:
+        path.chmod(mode & 0o700)
+        logger.warning("%s was open to others (mode %o): closed, but its secret may be known", path, mode)
+    except PermissionError:
+        logger.warning("%s is open to others (mode %o) and belongs to another user", path, mode)
 
 
 def tenant_spec(tenant: TenantSettings) -> TenantSpec:
@@ -74,6 +105,9 @@ def tenant_spec(tenant: TenantSettings) -> TenantSpec:
         requests_per_minute=tenant.requests_per_minute,
         tokens_per_minute=tenant.tokens_per_minute,
         max_concurrent_turns=tenant.max_concurrent_turns,
+        weight=tenant.weight,
+        kv_share=tenant.kv_share,
+        isolation=tenant.isolation,
         is_from_file=True,
     )
 

@@ -15,8 +15,8 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opti
 app = typer.Typer(no_args_is_help=True, help="Measure what paging costs and gains, beside vLLM's own offloaders.")
 
 
-def _run(name: str, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "loadtests.bench", name, *arguments]
+def _run(name: str, arguments: list[str], package: str = "loadtests.bench") -> None:
+    command = [sys.executable, "-m", package, name, *arguments]
     environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)
 
@@ -55,3 +55,27 @@ def prefetch(context: typer.Context) -> None:
 def pager_overhead(context: typer.Context) -> None:
     """What paging costs by itself."""
     _run("pager-overhead", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def fairness(context: typer.Context) -> None:
+    """What a tenant that floods, and one that thrashes the expert cache, cost another."""
+    _run("fairness", context.args, "loadtests.service")
+
+
+@app.command(context_settings=_PASS_ON)
+def faults(context: typer.Context) -> None:
+    """Parts of a service killed while turns run: lost turns, recovery times, answers."""
+    _run("faults", context.args, "loadtests.service")
+
+
+@app.command(context_settings=_PASS_ON)
+def streams(context: typer.Context) -> None:
+    """Many streams held open at once."""
+    _run("streams", context.args, "loadtests.service")
+
+
+@app.command(context_settings=_PASS_ON)
+def malformed(context: typer.Context) -> None:
+    """Broken and hostile requests; none may get a 5xx."""
+    _run("malformed", context.args, "loadtests.service")

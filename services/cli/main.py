@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from services.cli.bench import app as bench_app
+from services.cli.tenant import app as tenant_app
 from services.environment import prepare_driver
 from wisp_core.errors import WispError
 
@@ -16,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 model_app = typer.Typer(no_args_is_help=True, help="Models to try things with.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
+app.add_typer(tenant_app, name="tenant")
 
 StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
 
@@ -24,8 +26,16 @@ StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
 def serve(
     config: Annotated[Path, typer.Option(help="The service's YAML file.")],
     redis_url: Annotated[str | None, typer.Option(help="A Redis to use instead of the file's or the embedded.")] = None,
+    upgrade: Annotated[
+        bool, typer.Option(help="Have the running service go on with this file; fails no turn.")
+    ] = False,
 ) -> None:
     """Start a service and stay until SIGINT or SIGTERM."""
+    if upgrade:
+        from services.cli.upgrade import request_upgrade
+
+        request_upgrade(config)
+        return
     from services.cli.serve import serve_until_stopped
 
     serve_until_stopped(config, redis_url)

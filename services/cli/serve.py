@@ -12,6 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from services.app import Service
+from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
 from services.preflight import checked_start
 from wisp_core.errors import ConfigurationError
@@ -40,9 +41,11 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     typer.echo(f"wisp: starting {config.replica.count} replicas of {config.model.name}", err=True)
     with checked_start(config), Service(config) as service:
         stopped = catch_stop_signals()
+        upgrades = Upgrades(service)
         announce(service)
         while not stopped.wait(_TEND_PERIOD_S):
             service.tend()
+            upgrades.look()
         typer.echo("wisp: stopping", err=True)
 
 

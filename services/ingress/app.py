@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from services.background import BackgroundTasks
 from services.config import ServiceConfig
+from services.ingress.admin import TenantAdmin
 from services.ingress.cluster import Cluster
 from services.ingress.gateway import Gateway
 from services.ingress.http import build_app
@@ -18,11 +20,13 @@ from services.ingress.limits import TurnLimiter
 from services.ingress.metrics import IngressMetrics
 from services.ingress.replicas import ReplicaClient
 from services.ingress.tenants import TenantDirectory
+from services.secret_files import ServiceSecrets, tenant_specs
+from services.store_address import StoreAddress
 from services.telemetry import Telemetry
-from wisp_core.contracts import TenantSpec
-from wisp_core.store.redis_store import RedisStore
 
 POLICY_DEPLOYMENT = "PolicyService"
+OPERATOR_TIMEOUT_S = 2.0
+"""What an operator asks for may wait longer for the store than a turn does."""
 
 
 @serve.ingress()
@@ -32,45 +36,44 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: dict[str, Any],
-        redis_url: str,
+        store: dict[str, Any],
         replicas: DeploymentHandle,
+        dedicated: dict[str, DeploymentHandle],
         *,
         policy_app: str,
-        redis_password: str | None,
-        admin_key: str,
-        cache_salt_key: str,
-        tenants: list[dict[str, Any]],
+        service_began_s: float,
     ) -> None:
-        """``config``: a ServiceConfig as JSON, ``tenants``: TenantSpecs as JSON; for the rest see build_ingress."""
-        service = ServiceConfig.model_validate(config)
+        """``config``: a ServiceConfig as JSON, ``store``: a StoreAddress as JSON; for the rest see build_ingress."""
+        service, address = ServiceConfig.model_validate(config), StoreAddress.model_validate(store)
+        secrets = ServiceSecrets.load(service.state_dir)
         self._telemetry = Telemetry()
-        # Made here, in the event loop that uses it.
-        self._store = RedisStore(redis_url, service.name, password=redis_password, timeout_s=service.redis.timeout_s)
-        directory = TenantDirectory(self._store, [TenantSpec.model_validate(tenant) for tenant in tenants])
+        # Made here, in the event loop that uses them.
+        self._store, self._operator_store = address.open(), address.open(OPERATOR_TIMEOUT_S)
+        directory = TenantDirectory(self._store, partial(tenant_specs, service), service_began_s=service_began_s)
         limiter = TurnLimiter(self._store)
         self._gateway = Gateway(
             service,
-            salt_secret=cache_salt_key,
+            salt_secret=secrets.cache_salt_key,
             tenants=directory,
             store=self._store,
             limiter=limiter,
             replicas=ReplicaClient(replicas),
+            dedicated={tenant_id: ReplicaClient(handle) for tenant_id, handle in dedicated.items()},
             metrics=IngressMetrics(self._telemetry),
         )
         cluster = Cluster(
-            self._store,
-            replicas,
+            self._operator_store,
+            [replicas, *dedicated.values()],
             partial(serve.get_deployment_handle, POLICY_DEPLOYMENT, policy_app),
             self._telemetry,
-            num_replicas=service.replica.count,
+            num_replicas=service.num_replicas,
             stale_after_s=service.redis.stale_after_s,
         )
-        self._app = build_app(self._gateway, cluster, service.http, admin_key)
+        key_files = {tenant.tenant_id: tenant.key_file for tenant in service.tenants}
+        admin = TenantAdmin(self._operator_store, directory, key_files)
+        self._app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
         await directory.refresh()
-        self._tasks = [
-            asyncio.create_task(directory.refresh_forever(), name="wisp-tenants"),
-            asyncio.create_task(limiter.renew_forever(), name="wisp-leases"),
-        ]
+        self._tasks = BackgroundTasks(tenants=directory.refresh_forever(), leases=limiter.renew_forever())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the app of this process."""
@@ -78,45 +81,37 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Raises what ended a background task, so that Serve replaces this process."""
-        for task in self._tasks:
-            if task.done():
-                error = None if task.cancelled() else task.exception()
-                raise RuntimeError(f"{task.get_name()} has ended") from error
+        self._tasks.check()
 
     async def __del__(self) -> None:
         """Serve calls and awaits this when the process stops."""
         if not hasattr(self, "_tasks"):
             return
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._gateway.drain()
         await self._store.close()
+        await self._operator_store.close()
         self._telemetry.close()
 
 
 def build_ingress(
     config: ServiceConfig,
-    redis_url: str,
+    store: StoreAddress,
     replicas: serve.Application,
+    dedicated: Mapping[str, serve.Application],
     *,
     policy_app: str,
-    redis_password: str | None,
-    admin_key: str,
-    cache_salt_key: str,
-    tenants: list[TenantSpec],
+    service_began_s: float,
 ) -> serve.Application:
-    """The deployment for ``config``: the application's root.
+    """The deployment for ``config``: the application's root. Secrets are read from ``config.state_dir``.
 
     Args:
         config: The service.
-        redis_url: Where the store is, without a password.
+        store: Where the store is.
         replicas: The replica deployment, with ``WispRouter`` as its router.
+        dedicated: By tenant id, the deployment of a tenant's own replicas.
         policy_app: Name of the policy service's application, whose metrics are shown; it may come and go.
-        redis_password: Overrides the URL's.
-        admin_key: Opens ``/wisp/status``.
-        cache_salt_key: Secret behind the salts of the prefix cache; the same in every ingress.
-        tenants: Written to the store at start, and again whenever it has lost them.
+        service_began_s: Unix time. The file's tenants replace what the store knows from before.
     """
     deployment = serve.deployment(
         Ingress,
@@ -129,11 +124,9 @@ def build_ingress(
     )
     return deployment.bind(
         config.model_dump(mode="json"),
-        redis_url,
+        store.model_dump(mode="json"),
         replicas,
+        dict(dedicated),
         policy_app=policy_app,
-        redis_password=redis_password,
-        admin_key=admin_key,
-        cache_salt_key=cache_salt_key,
-        tenants=[tenant.model_dump(mode="json") for tenant in tenants],
+        service_began_s=service_began_s,
     )

@@ -25,9 +25,9 @@ Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
 class Fields(BaseModel):
-    """Base of all: unknown fields refused, no NaN or infinity."""
+    """Base of all: unknown fields refused, no NaN or infinity, and no text where a number or a truth value belongs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class TextPart(Fields):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.serve.exceptions import RayServeException
@@ -24,13 +24,14 @@ class Cluster:
     def __init__(
         self,
         store: Store,
-        replicas: ReplicaHandle,
+        replicas: Sequence[ReplicaHandle],
         find_policy: Callable[[], ReplicaHandle],
         telemetry: Telemetry,
         *,
         num_replicas: int,
         stale_after_s: float,
     ) -> None:
+        """``replicas``: the handle of each deployment of replicas, ``num_replicas`` in all."""
         self._store = store
         self._replicas = replicas
         self._telemetry = telemetry
@@ -40,7 +41,7 @@ class Cluster:
 
     async def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether every replica's engine serves, and what each one says. Asks the replicas themselves."""
-        answers = await broadcast(self._replicas, "health")
+        answers = await self._ask_replicas("health")
         healthy = [answer for answer in answers if answer["is_healthy"]]
         details = {
             "replicas": sorted(answers, key=lambda answer: str(answer["replica_id"])),
@@ -91,6 +92,11 @@ class Cluster:
             "decisions": [decision.model_dump(mode="json") for decision in decisions],
         }
 
+    async def _ask_replicas(self, method_name: str) -> list[Any]:
+        """What the replicas of every deployment answer."""
+        answers = await asyncio.gather(*(broadcast(handle, method_name) for handle in self._replicas))
+        return [answer for some in answers for answer in some]
+
     async def _scrape_policy(self) -> list[str]:
         try:
             # Asks Serve's controller, which blocks.
@@ -101,7 +107,7 @@ class Cluster:
 
     async def metrics(self) -> str:
         """One Prometheus page of this ingress, the policy service and all replicas."""
-        replicas, policies = await asyncio.gather(broadcast(self._replicas, "scrape"), self._scrape_policy())
+        replicas, policies = await asyncio.gather(self._ask_replicas("scrape"), self._scrape_policy())
         pages = {"ingress": self._telemetry.scrape()}
         pages.update({f"replica-{number}": page for number, page in enumerate(replicas)})
         pages.update({f"policy-{number}": page for number, page in enumerate(policies)})

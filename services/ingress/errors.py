@@ -94,8 +94,18 @@ def _whole_seconds(seconds: float) -> str:
     return str(max(1, math.ceil(seconds - 1e-3)))
 
 
-def from_engine(status: int, body: bytes) -> ApiError:
-    """vLLM's error answer in OpenAI's form; its message is kept for client errors only."""
+GENERATION_FAILED = "Internal server error"
+"""What vLLM says of a turn that its engine ended by an error, while the engine itself goes on."""
+
+
+def from_engine(status: int, body: bytes, *, has_grammar: bool = False) -> ApiError:
+    """vLLM's error answer in OpenAI's form; its message is kept for client errors only.
+
+    ``has_grammar``: the turn was to follow a schema. Some schemas pass vLLM's checks and fail only when the engine
+    compiles them, which nothing but that message tells.
+    """
+    if status == 500 and has_grammar and _engine_error(body).get("message") == GENERATION_FAILED:
+        return bad_request("The JSON schema cannot be compiled into a grammar.", code="invalid_json_schema")
     if status >= 500:
         return (
             unavailable("The server is overloaded or restarting. Please retry.")

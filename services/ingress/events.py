@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from services.ingress.errors import from_engine
+from services.ingress.errors import ApiError, from_engine
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,26 @@ class Usage:
 
 
 class EventFilter:
-    """Passes the events of one stream through; pieces may cut events anywhere."""
+    """Passes the events of one stream through; pieces may cut events anywhere.
 
-    def __init__(self, *, keeps_usage: bool) -> None:
-        """``keeps_usage``: whether the closing usage event goes to the client."""
+    The engine says in each event how far it is, so that a stream that ends early is charged by tokens; the client
+    sees none of that.
+    """
+
+    def __init__(self, *, keeps_usage: bool, has_grammar: bool = False) -> None:
+        """``keeps_usage``: whether the closing usage event goes to the client; ``has_grammar`` as in from_engine."""
         self._keeps_usage = keeps_usage
+        self._has_grammar = has_grammar
         self._rest = b""
+        self._prompt_tokens = 0
+        self._completion_tokens: dict[int, int] = {}
         self.usage: Usage | None = None
-        self.num_events = 0
-        self.has_error = False
+        self.error: ApiError | None = None
+
+    @property
+    def so_far(self) -> Usage:
+        """Tokens of the events that have passed, all choices together."""
+        return Usage(self._prompt_tokens, 0, sum(self._completion_tokens.values()))
 
     def feed(self, piece: bytes) -> bytes:
         """The complete events of what came so far, as they go to the client."""
@@ -55,17 +66,26 @@ class EventFilter:
         return self._rest
 
     def _for_client(self, event: bytes) -> bytes | None:
-        self.num_events += 1
-        if event.startswith(b'data: {"error"'):
-            self.has_error = True
-            return _error_event(event)
+        if event.startswith(ERROR_START):
+            self.error = error_of(event, has_grammar=self._has_grammar)
+            return self.error.event().removesuffix(b"\n\n")
         # Looked into only where it can matter: text never holds this unescaped.
         answer = _parsed(event) if b'"usage":' in event else {}
         usage = Usage.of(answer)
         if usage is None:
             return event
-        self.usage = usage
-        return event if self._keeps_usage or answer.get("choices") else None
+        choices = answer.get("choices")
+        if not choices:
+            self.usage = usage
+            return event if self._keeps_usage else None
+        self._prompt_tokens = max(self._prompt_tokens, usage.prompt_tokens)
+        self._completion_tokens[choices[0].get("index", 0)] = usage.completion_tokens
+        del answer["usage"]
+        return b"data: " + json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+ERROR_START = b'data: {"error"'
+"""How an event begins that ends a stream with an error."""
 
 
 def _parsed(event: bytes) -> dict[str, Any]:
@@ -77,9 +97,10 @@ def _parsed(event: bytes) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _error_event(event: bytes) -> bytes:
-    """The engine's error as a client may see it, like one that comes before a stream begins."""
+def error_of(event: bytes, *, has_grammar: bool) -> ApiError:
+    """The engine's error in an event as a client may see it, like one that comes before a stream begins."""
+    event = event.partition(b"\n\n")[0]
     error = _parsed(event).get("error")
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 500 else 500
-    return from_engine(status, event.removeprefix(b"data: ")).event().removesuffix(b"\n\n")
+    return from_engine(status, event.removeprefix(b"data: "), has_grammar=has_grammar)

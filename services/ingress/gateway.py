@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from services.config import ServiceConfig
 from services.ingress import request_fields as fields_of
 from services.ingress.buffer import SlowClientError, buffered
 from services.ingress.errors import ApiError, from_engine, unavailable, unknown_model
-from services.ingress.events import EventFilter, Usage
+from services.ingress.events import ERROR_START, EventFilter, Usage, error_of
 from services.ingress.limits import PromptEstimator, TurnLimiter
 from services.ingress.metrics import IngressMetrics
 from services.ingress.placement import Turn
@@ -23,7 +21,8 @@ from services.ingress.replicas import LOST, Answer, ReplicaCall, ReplicaClient
 from services.ingress.request_fields import TurnFields
 from services.ingress.sessions import SALT_HEADER, SESSION_HEADER, Session, cache_salt, identify, new_turn_id
 from services.ingress.tenants import TenantDirectory
-from wisp_core.contracts import TenantSpec, TurnRecord
+from services.ingress.turn import CLIENT_GONE, Reply, RunningTurn
+from wisp_core.contracts import Isolation, TenantSpec, TurnRecord
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import SessionStore
 
@@ -35,61 +34,6 @@ DEFAULT_MAX_MODEL_LEN = 4096
 """Where the configuration leaves the context length to the model: what a turn without a limit reserves at most."""
 TURN_HEADER = "x-turn-id"
 """The turn's id in the answer; Serve sets ``x-request-id`` itself."""
-CLIENT_GONE = 499
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer to the client: a whole body, or a stream of pieces."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes | AsyncGenerator[bytes, None]
-
-
-class RunningTurn:
-    """One admitted turn, from admission to its record."""
-
-    def __init__(
-        self, session: Session, turn_id: str, fields: TurnFields, *, prompt_tokens: int, reserved_tokens: int
-    ) -> None:
-        self.session = session
-        self.turn_id = turn_id
-        self.fields = fields
-        self.prompt_tokens = prompt_tokens
-        self.reserved_tokens = reserved_tokens
-        self.began_s = time.monotonic()
-        self.ttft_s: float | None = None
-        self.replica_id = ""
-        self.usage: Usage | None = None
-        self.num_events = 0
-        self.status = CLIENT_GONE
-
-    def mark_first_piece(self) -> None:
-        """The first piece of the answer is here."""
-        self.ttft_s = time.monotonic() - self.began_s
-
-    def used(self) -> Usage:
-        """Tokens used: as counted by the engine, else by what was seen."""
-        if self.usage is not None:
-            return self.usage
-        has_run = self.num_events > 0 or self.status == CLIENT_GONE
-        return Usage(self.prompt_tokens if has_run else 0, 0, self.num_events)
-
-    def charged_tokens(self) -> int:
-        """Tokens to keep from what was reserved."""
-        if self.usage is None and self.status == CLIENT_GONE and not self.fields.is_stream:
-            # How far the engine came is not known; leaving early must not be a way around the quota.
-            return self.reserved_tokens
-        usage = self.used()
-        return usage.prompt_tokens + usage.completion_tokens
-
-
-def _status_of(error: BaseException) -> int:
-    """What a turn ended with that was answered by an error; a cancelled one has lost its client."""
-    if isinstance(error, ApiError):
-        return error.status
-    return CLIENT_GONE if isinstance(error, asyncio.CancelledError) else 500
 
 
 class Gateway:
@@ -104,14 +48,17 @@ class Gateway:
         store: SessionStore,
         limiter: TurnLimiter,
         replicas: ReplicaClient,
+        dedicated: Mapping[str, ReplicaClient],
         metrics: IngressMetrics,
     ) -> None:
+        """``dedicated``: by tenant id, replicas that serve this tenant alone; ``replicas``: those of all others."""
         self._config = config
         self._salt_secret = salt_secret
         self._tenants = tenants
         self._store = store
         self._limiter = limiter
         self._replicas = replicas
+        self._dedicated = dedicated
         self._metrics = metrics
         self._estimator = PromptEstimator()
         self._background: set[asyncio.Task[None]] = set()
@@ -137,7 +84,7 @@ class Gateway:
         try:
             reply = await self._answer(path, running, salt)
         except BaseException as error:
-            running.status = _status_of(error)
+            running.mark_error(error)
             self._finish(running)
             raise
         return Reply(
@@ -159,7 +106,9 @@ class Gateway:
             self._spawn(self._limiter.settle(turn_id, 0))
             raise
         self._metrics.begin_turn()
-        return RunningTurn(session, turn_id, fields, prompt_tokens=prompt_tokens, reserved_tokens=reserved_tokens)
+        return RunningTurn(
+            tenant, session, turn_id, fields, prompt_tokens=prompt_tokens, reserved_tokens=reserved_tokens
+        )
 
     def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
         """Tokens that a turn may use: its prompt and ``n`` answers of the length it asks for."""
@@ -184,15 +133,30 @@ class Gateway:
                 prompt_tokens_estimate=running.prompt_tokens,
                 max_tokens=fields.max_tokens or 0,
             ),
+            weight=running.tenant.weight,
+            kv_share=running.tenant.kv_share,
         )
+
+    def _replicas_of(self, tenant: TenantSpec) -> ReplicaClient:
+        if tenant.isolation is Isolation.SHARED:
+            return self._replicas
+        own = self._dedicated.get(tenant.tenant_id)
+        if own is None:
+            raise unavailable("This tenant's own replicas are not running.", retry_after_s=10.0)
+        return own
 
     async def _answer(self, path: str, running: RunningTurn, salt: str) -> Reply:
         call = self._call(path, running, salt)
+        replicas = self._replicas_of(running.tenant)
         if not running.fields.is_stream:
-            answer, body = await self._replicas.collect(call)
+            answer, body = await replicas.collect(call)
             return self._whole(running, answer, body)
-        answer = await self._replicas.open(call)
+        answer = await replicas.open(call)
         self._note_start(running, answer)
+        if answer.status == 200 and answer.first.startswith(ERROR_START):
+            # vLLM says 200 before it looks at some fields; nothing is sent yet, so the client gets the true status.
+            answer.stream.cancel()
+            raise error_of(answer.first, has_grammar=running.fields.has_grammar)
         if answer.status == 200:
             stream = self._stream(running, answer)
             await anext(stream)  # Only a generator that has begun runs its ending when it is closed.
@@ -201,7 +165,7 @@ class Gateway:
             body = b"".join([piece async for piece in answer.pieces()])
         finally:
             answer.stream.cancel()
-        raise from_engine(answer.status, body)
+        raise from_engine(answer.status, body, has_grammar=running.fields.has_grammar)
 
     def _note_start(self, running: RunningTurn, answer: Answer) -> None:
         running.replica_id = answer.replica_id
@@ -213,13 +177,13 @@ class Gateway:
     def _whole(self, running: RunningTurn, answer: Answer, body: bytes) -> Reply:
         self._note_start(running, answer)
         if answer.status >= 400:
-            raise from_engine(answer.status, body)
+            raise from_engine(answer.status, body, has_grammar=running.fields.has_grammar)
         running.usage = Usage.of(json.loads(body))
         self._finish(running)
         return Reply(answer.status, {"content-type": "application/json"}, body)
 
     async def _stream(self, running: RunningTurn, answer: Answer) -> AsyncGenerator[bytes, None]:
-        events = EventFilter(keeps_usage=running.fields.wants_usage)
+        events = EventFilter(keeps_usage=running.fields.wants_usage, has_grammar=running.fields.has_grammar)
         running.status = CLIENT_GONE
         try:
             yield b""
@@ -227,7 +191,7 @@ class Gateway:
                 async for piece in pieces:
                     if complete := events.feed(piece):
                         yield complete
-            running.status = 500 if events.has_error else 200
+            running.status = 200 if events.error is None else events.error.status
             if rest := events.rest():
                 yield rest
         except LOST:
@@ -244,31 +208,17 @@ class Gateway:
             yield from_engine(500, b"").event()
         finally:
             answer.stream.cancel()
-            running.usage, running.num_events = events.usage, events.num_events
+            running.usage, running.tokens_so_far = events.usage, events.so_far
             self._finish(running)
 
     def _finish(self, running: RunningTurn) -> None:
         """Account for a turn, whatever became of it; does not wait, since its task may be cancelled already."""
-        usage = running.used()
-        duration_s = time.monotonic() - running.began_s
         if running.usage is not None:
-            self._estimator.learn(running.session.tenant_id, running.fields, running.usage.prompt_tokens)
-        self._metrics.end_turn(running.session.tenant_id, running.status, running.ttft_s, duration_s, usage)
+            self._estimator.learn(running.tenant.tenant_id, running.fields, running.usage.prompt_tokens)
+        record = running.record()
+        self._metrics.end_turn(running.tenant.tenant_id, running.status, record)
         self._spawn(self._limiter.settle(running.turn_id, running.charged_tokens()))
-        self._spawn(
-            self._record(
-                TurnRecord(
-                    session_key=running.session.session_key,
-                    replica_id=running.replica_id,
-                    is_failed=running.status >= 500,
-                    ttft_s=running.ttft_s,
-                    duration_s=duration_s,
-                    prompt_tokens=usage.prompt_tokens,
-                    cached_tokens=usage.cached_tokens,
-                    completion_tokens=usage.completion_tokens,
-                )
-            )
-        )
+        self._spawn(self._record(record))
 
     async def _record(self, turn: TurnRecord) -> None:
         with contextlib.suppress(StoreUnavailableError):

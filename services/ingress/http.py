@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.config import HttpSettings
+from services.ingress.admin import TenantAdmin
+from services.ingress.admin_routes import add_operator_routes
+from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
-from services.ingress.errors import ApiError, invalid_key, unavailable, unknown_model
-from services.ingress.gateway import Gateway, Reply
+from services.ingress.errors import ApiError, bad_request, unavailable, unknown_model
+from services.ingress.gateway import Gateway
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
+from services.ingress.turn import Reply
 from wisp_core.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 60.0
 """A client that takes no byte for this long is cut off."""
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 class TurnStream(StreamingResponse):
@@ -68,27 +70,15 @@ class HeaderLimit:
         await self._app(scope, receive, send)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, never more than ``max_bytes`` of it in memory. Raises ApiError (413)."""
-    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
-
-
-def build_app(gateway: Gateway, cluster: Cluster, http: HttpSettings, admin_key: str) -> FastAPI:
+def build_app(
+    gateway: Gateway, cluster: Cluster, tenants: TenantAdmin, http: HttpSettings, *, admin_key: str
+) -> FastAPI:
     """The public HTTP interface."""
     app = FastAPI(title="WiSP", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HeaderLimit, max_header_bytes=http.max_header_bytes)
     _add_error_handlers(app)
     _add_openai_routes(app, gateway, http)
-    _add_operator_routes(app, cluster, http, hashlib.sha256(admin_key.encode()).digest())
+    add_operator_routes(app, cluster, tenants, http, admin_key)
     return app
 
 
@@ -99,7 +89,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
     async def turn(request: Request) -> Response:
         """One turn."""
         tenant = await gateway.authenticate(request.headers)
-        body = await read_body(request, http.max_body_bytes)
+        body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
         # Not the URL's path: that may start with the prefix of a Serve application.
         reply = await gateway.turn(request.scope["route"].path, request.headers, body, tenant)
         if isinstance(reply.body, bytes):
@@ -124,41 +114,6 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
         return card
 
 
-def _add_operator_routes(app: FastAPI, cluster: Cluster, http: HttpSettings, admin_sha256: bytes) -> None:
-    def check_admin(request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given, admin_sha256):
-            raise invalid_key()
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """This process answers."""
-        return {"status": "ok"}
-
-    @app.get("/readyz")
-    async def readyz() -> Response:
-        """Every engine serves."""
-        is_ready, details = await cluster.readiness()
-        return JSONResponse({"ready": is_ready, **details}, 200 if is_ready else 503)
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        """All processes' metrics; with the admin key where the service is not on loopback only."""
-        if http.host not in LOOPBACK:
-            check_admin(request)
-        return PlainTextResponse(await cluster.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/wisp/status")
-    async def status(request: Request) -> Response:
-        """Replicas, splits, sessions and decisions."""
-        check_admin(request)
-        try:
-            return JSONResponse(await cluster.status())
-        except StoreUnavailableError as error:
-            raise unavailable("The store does not answer.") from error
-
-
 def _error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, {**error.headers, "content-type": "application/json"})
 
@@ -174,6 +129,13 @@ def _add_error_handlers(app: FastAPI) -> None:
         answer = ApiError(error.status_code, message, headers=error.headers)
         return _error_response(answer)
 
+    async def on_store_error(_: Request, error: Exception) -> Response:
+        # Turns go on without the store; what an operator asks for does not.
+        return _error_response(unavailable("The store does not answer."))
+
+    async def on_disconnect(_: Request, error: Exception) -> Response:
+        return _error_response(bad_request("The body ended early."))  # Nobody reads it.
+
     async def on_any_error(_: Request, error: Exception) -> Response:
         # The server logs it by itself; the client learns nothing of the inside.
         return _error_response(
@@ -182,4 +144,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(StoreUnavailableError, on_store_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_any_error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.ingress.events import Usage
 from services.telemetry import Telemetry
+from wisp_core.contracts import TurnRecord
 
 
 class IngressMetrics:
@@ -25,17 +25,17 @@ class IngressMetrics:
         """A turn was admitted."""
         self._running.add(1)
 
-    def end_turn(self, tenant_id: str, status: int, ttft_s: float | None, duration_s: float, usage: Usage) -> None:
+    def end_turn(self, tenant_id: str, status: int, turn: TurnRecord) -> None:
         """An admitted turn has ended; ``status`` 499 is a client that has gone."""
         self._running.add(-1)
         self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
-        self._duration.record(duration_s, {"tenant": tenant_id})
-        if ttft_s is not None:
-            self._ttft.record(ttft_s, {"tenant": tenant_id})
+        self._duration.record(turn.duration_s, {"tenant": tenant_id})
+        if turn.ttft_s is not None:
+            self._ttft.record(turn.ttft_s, {"tenant": tenant_id})
         kinds = (
-            ("prompt", usage.prompt_tokens),
-            ("cached", usage.cached_tokens),
-            ("completion", usage.completion_tokens),
+            ("prompt", turn.prompt_tokens),
+            ("cached", turn.cached_tokens),
+            ("completion", turn.completion_tokens),
         )
         for kind, tokens in kinds:
             self._tokens.add(tokens, {"tenant": tenant_id, "kind": kind})

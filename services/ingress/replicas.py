@@ -66,6 +66,10 @@ class ReplicaCall:
     body: bytes
     headers: dict[str, str]
     turn: Turn
+    weight: float = 1.0
+    """The tenant's share of engine time."""
+    kv_share: float = 1.0
+    """Largest part of a replica's KV and batch for the tenant."""
 
 
 @dataclass
@@ -133,6 +137,8 @@ class ReplicaClient:
             path=call.path,
             body=call.body,
             headers=call.headers,
+            weight=call.weight,
+            kv_share=call.kv_share,
             **turn.model_dump(exclude_defaults=True),
         )
         is_open = False

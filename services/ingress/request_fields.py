@@ -41,6 +41,8 @@ class TurnFields:
     """Per answer; None: up to the context length."""
     text_bytes: int
     token_ids: int
+    has_grammar: bool = False
+    """Whether the answer, or a part of it, has to follow a schema."""
 
 
 def parse(path: str, raw: bytes) -> TurnFields:
@@ -145,8 +147,9 @@ def _turn_fields(fields: CommonFields) -> TurnFields:
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
     if fields.stream:
-        # Always asked of the engine: quotas and metrics need it; taken out again if the client did not ask.
-        body["stream_options"] = {"include_usage": True}
+        # Always asked of the engine: quotas and metrics need it, and streams that end early the tokens so far; taken
+        # out again if the client did not ask.
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     text_bytes, token_ids, num_prompts = _prompt_size(fields, body)
     max_tokens = fields.max_tokens
     if isinstance(fields, ChatFields):
@@ -163,7 +166,13 @@ def _turn_fields(fields: CommonFields) -> TurnFields:
         max_tokens=max_tokens,
         text_bytes=text_bytes,
         token_ids=token_ids,
+        has_grammar=isinstance(fields, ChatFields) and _has_grammar(fields),
     )
+
+
+def _has_grammar(fields: ChatFields) -> bool:
+    is_format = fields.response_format is not None and fields.response_format.type != "text"
+    return is_format or (bool(fields.tools) and fields.tool_choice != "none")
 
 
 def _prompt_size(fields: CommonFields, body: dict[str, Any]) -> tuple[int, int, int]:

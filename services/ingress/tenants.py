@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.ingress.errors import invalid_key, unavailable
 from wisp_core.contracts import TenantSpec
@@ -26,27 +27,48 @@ def bearer_sha256(authorization: str | None) -> str:
 
 
 class TenantDirectory:
-    """All tenants in memory, re-read from the store.
+    """All tenants in memory, re-read from the store: a change there takes effect within ``refresh_s``.
 
-    Declared tenants are written to the store at the first contact and again if it has lost them. When the store is
-    away, the last list serves for ``max_age_s``; declared tenants serve from the start.
+    Declared tenants are written to the store at the first contact. If the store has lost them it was emptied, and all
+    that this process knows is written again. When it is away, the last list serves for ``max_age_s``; declared
+    tenants serve from the start.
     """
 
     def __init__(
-        self, store: TenantStore, declared: Sequence[TenantSpec], *, refresh_s: float = 5.0, max_age_s: float = 600.0
+        self,
+        store: TenantStore,
+        declare: Callable[[], Sequence[TenantSpec]],
+        *,
+        service_began_s: float = math.inf,
+        refresh_s: float = 2.0,
+        max_age_s: float = 600.0,
     ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            store: Where all ingresses find the tenants.
+            declare: Gives the tenants of the service's file, with the keys that their files hold now.
+            service_began_s: Unix time. What was written to the store later stands, also when this process is a new
+                one of a service that runs: an operator has set it.
+            refresh_s: How often the store is read, seconds.
+            max_age_s: How long the last list serves, seconds.
+        """
         self._store = store
-        self._declared = {tenant.tenant_id: tenant for tenant in declared}
+        self._declare = declare
+        self._service_began_s = service_began_s
         self._refresh_s = refresh_s
         self._max_age_s = max_age_s
         self._is_declared = False
         self._read_at_s = time.monotonic()
+        self._tenants: dict[str, TenantSpec] = {}
         self._by_key: dict[str, TenantSpec] = {}
         self._lock = asyncio.Lock()
-        self._index(self._declared.values())
+        self._index(declare())
+        self._declared = frozenset(self._tenants)
 
     def _index(self, tenants: Iterable[TenantSpec]) -> None:
-        self._by_key = {key: tenant for tenant in tenants for key in tenant.key_sha256}
+        self._tenants = {tenant.tenant_id: tenant for tenant in tenants}
+        self._by_key = {key: tenant for tenant in self._tenants.values() for key in tenant.key_sha256}
 
     async def authenticate(self, authorization: str | None) -> TenantSpec:
         """The tenant of an Authorization header. Raises ApiError: 401, or 503 when the list is too old."""
@@ -74,21 +96,36 @@ class TenantDirectory:
             if time.monotonic() - self._read_at_s < unless_younger_than_s:
                 return
             try:
-                # The store outlives the file: a tenant that the file has dropped must not keep its key.
-                tenants = {
-                    tenant.tenant_id: tenant
-                    for tenant in await self._store.list_tenants()
-                    if not tenant.is_from_file or tenant.tenant_id in self._declared
-                }
-                for tenant_id, tenant in self._declared.items():
-                    if not self._is_declared or tenant_id not in tenants:
-                        await self._store.write_tenant(tenant)
-                        tenants[tenant_id] = tenant
+                tenants = await self._read()
             except StoreUnavailableError:
                 return
             self._is_declared = True
             self._read_at_s = time.monotonic()
-            self._index(tenants.values())
+            self._index(tenants)
+
+    async def _read(self) -> list[TenantSpec]:
+        # The store outlives the file: a tenant that the file has dropped must not keep its key.
+        tenants = {
+            tenant.tenant_id: tenant
+            for tenant in await self._store.list_tenants()
+            if not tenant.is_from_file or tenant.tenant_id in self._declared
+        }
+        if self._is_declared and self._declared <= tenants.keys():
+            return list(tenants.values())
+        for tenant in self._to_write(tenants):
+            await self._store.write_tenant(tenant)
+            tenants[tenant.tenant_id] = tenant
+        return list(tenants.values())
+
+    def _to_write(self, stored: Mapping[str, TenantSpec]) -> list[TenantSpec]:
+        declared = {tenant.tenant_id: tenant for tenant in self._declare()}
+        if self._is_declared:
+            return [tenant for name, tenant in (declared | self._tenants).items() if name not in stored]
+        return [
+            tenant
+            for name, tenant in declared.items()
+            if name not in stored or stored[name].at_s < self._service_began_s
+        ]
 
     async def refresh_forever(self) -> None:
         """Refresh each ``refresh_s``."""

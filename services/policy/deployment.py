@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from ray import serve
@@ -12,9 +11,9 @@ from services.config import PolicySettings, ServiceConfig
 from services.policy.loop import PolicyLoop
 from services.policy.metrics import PolicyMetrics
 from services.policy.runner import PolicyRunner
+from services.store_address import StoreAddress
 from wisp_core.contracts import Barrier
 from wisp_core.store.interface import Store
-from wisp_core.store.redis_store import RedisStore
 
 
 class PolicyService:
@@ -22,16 +21,13 @@ class PolicyService:
 
     def __init__(
         self,
-        redis_url: str,
-        service: str,
+        store: dict[str, Any],
         *,
-        redis_password: str | None = None,
-        redis_timeout_s: float = 0.2,
         stale_after_s: float = 10.0,
         barrier: str = Barrier.BALLOON.value,
     ) -> None:
-        """Nothing runs before ``reconfigure``. Arguments as in ``RedisStore`` and ``PolicyLoop``."""
-        self._connect = partial(RedisStore, redis_url, service, password=redis_password, timeout_s=redis_timeout_s)
+        """Nothing runs before ``reconfigure``. ``store``: a StoreAddress as JSON; the others as in ``PolicyLoop``."""
+        self._connect = StoreAddress.model_validate(store).open
         self._stale_after_s = stale_after_s
         self._barrier = Barrier(barrier)
         self._metrics = PolicyMetrics()
@@ -88,7 +84,7 @@ class PolicyService:
             self._store = None
 
 
-def build_policy_service(config: ServiceConfig, redis_url: str, redis_password: str | None = None) -> serve.Application:
+def build_policy_service(config: ServiceConfig, store: StoreAddress) -> serve.Application:
     """The deployment for ``config``, to be bound into the service's application."""
     deployment = serve.deployment(
         PolicyService,
@@ -100,10 +96,7 @@ def build_policy_service(config: ServiceConfig, redis_url: str, redis_password: 
         graceful_shutdown_timeout_s=10.0,
     )
     return deployment.bind(
-        redis_url,
-        config.name,
-        redis_password=redis_password,
-        redis_timeout_s=config.redis.timeout_s,
+        store.model_dump(mode="json"),
         stale_after_s=config.redis.stale_after_s,
         barrier=config.replica.barrier.value,
     )

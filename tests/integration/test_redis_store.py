@@ -4,93 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
+from store_values import SPLIT, open_redis_store, placement, plan, snapshot, tenant, turn
 
-from wisp_core.contracts import (
-    Decision,
-    DecisionRecord,
-    MemoryLayout,
-    Outcome,
-    Placement,
-    ReplicaSnapshot,
-    ResizeOutcome,
-    Signature,
-    Split,
-    SplitPlan,
-    TenantSpec,
-    TurnRecord,
-)
+from wisp_core.contracts import Decision, DecisionRecord, Outcome, Placement, ResizeOutcome, Signature, TurnRecord
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
-from wisp_core.store.interface import Limit, Store, TurnRequest
-from wisp_core.store.memory_store import MemoryStore
+from wisp_core.store.interface import Store
 from wisp_core.store.redis_store import RedisStore
-
-LAYOUT = MemoryLayout(
-    page_bytes=4096,
-    num_layers=2,
-    num_experts=4,
-    top_k=2,
-    min_cap=2,
-    experts_bytes_by_cap=(0, 8192, 16384, 24576, 32768),
-    expert_bytes=4096,
-    block_tokens=16,
-    block_bytes=4096,
-    kv_group_blocks=1,
-    max_kv_blocks=100,
-    max_model_len=256,
-    max_num_seqs=4,
-)
-SPLIT = Split(cap=2, kv_blocks=10)
-
-
-def snapshot(replica_id: str = "r1") -> ReplicaSnapshot:
-    return ReplicaSnapshot(
-        replica_id=replica_id, incarnation="i1", model="m", layout=LAYOUT, split=SPLIT, budget_bytes=1 << 20
-    )
-
-
-def plan(revision: int, replica_id: str = "r1") -> SplitPlan:
-    return SplitPlan(replica_id=replica_id, incarnation="i1", revision=revision, split=SPLIT, policy="p", reason="why")
-
-
-def placement(replica_id: str, version: int, session_key: str = "t/u/s") -> Placement:
-    return Placement(session_key=session_key, replica_id=replica_id, version=version, reason="score")
-
-
-def tenant(tenant_id: str, *keys: str) -> TenantSpec:
-    return TenantSpec(tenant_id=tenant_id, key_sha256=keys, requests_per_minute=3, tokens_per_minute=600)
-
-
-def turn(turn_id: str, tokens: int = 10, **limits: float) -> TurnRequest:
-    values = {
-        "requests_per_minute": 3,
-        "tokens_per_minute": 600,
-        "max_concurrent_turns": 100,
-        "lease_s": 30.0,
-        **limits,
-    }
-    return TurnRequest(tenant_id="t", turn_id=turn_id, tokens=tokens, **values)  # type: ignore[arg-type]
-
-
-def open_redis_store(valkey, service: str = "test", timeout_s: float = 1.0) -> RedisStore:
-    return RedisStore(valkey.url, service, password=valkey.password, timeout_s=timeout_s)
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    opened: Store = MemoryStore() if request.param == "memory" else open_redis_store(request.getfixturevalue("valkey"))
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def redis_store(valkey) -> AsyncIterator[RedisStore]:
-    opened = open_redis_store(valkey)
-    yield opened
-    await opened.close()
 
 
 async def test_snapshots_are_listed_replaced_and_deleted(store: Store) -> None:
@@ -241,93 +163,6 @@ async def test_turns_add_up_per_session(store: Store) -> None:
     assert (usage.ttft_sum_s, usage.ttft_turns, usage.decode_s) == (0.25, 1, 0.75)
 
 
-async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
-    await store.write_tenant(tenant("b", "k1", "k2"))
-    await store.write_tenant(tenant("a", "k3"))
-    assert [t.tenant_id for t in await store.list_tenants()] == ["a", "b"]
-    found = await store.find_tenant_by_key("k2")
-    assert found is not None
-    assert found.tenant_id == "b"
-    await store.write_tenant(tenant("b", "k4"))
-    assert await store.find_tenant_by_key("k2") is None
-    assert await store.find_tenant_by_key("k4") is not None
-    assert await store.find_tenant_by_key("k3") is not None
-
-
-async def test_requests_per_minute_and_when_to_retry(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    for i in range(3):
-        assert (await store.admit(turn(f"a{i}"), now_s)).allowed
-    refused = await store.admit(turn("a3"), now_s)
-    assert (refused.allowed, refused.which) == (False, Limit.REQUESTS)
-    assert refused.retry_after_s == pytest.approx(20, abs=1e-3)
-    assert not (await store.admit(turn("a3"), now_s + 19.99)).allowed
-    assert (await store.admit(turn("a3"), now_s + 20)).allowed
-    assert not (await store.admit(turn("a4"), now_s + 20)).allowed
-
-
-async def test_tokens_per_minute_and_when_to_retry(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    assert (await store.admit(turn("a", 600), now_s)).allowed
-    refused = await store.admit(turn("b", 300), now_s)
-    assert (refused.allowed, refused.which) == (False, Limit.TOKENS)
-    assert refused.retry_after_s == pytest.approx(30, abs=1e-3)
-    assert not (await store.admit(turn("b", 301), now_s + 30)).allowed
-    assert (await store.admit(turn("b", 300), now_s + 30)).allowed
-
-
-async def test_a_turn_above_the_limit_can_never_be_admitted(store: Store) -> None:
-    refused = await store.admit(turn("a", 601), 1_800_000_000.0)
-    assert (refused.allowed, refused.which, refused.retry_after_s) == (False, Limit.TOKENS, None)
-    assert (await store.admit(turn("b", 600), 1_800_000_000.0)).allowed
-
-
-async def test_a_refused_turn_takes_nothing(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    assert (await store.admit(turn("a", 600), now_s)).allowed
-    for i in range(10):
-        assert (await store.admit(turn(f"b{i}", 1), now_s)).which is Limit.TOKENS
-    later_s = now_s + 60
-    assert (await store.admit(turn("c0", 200), later_s)).allowed
-    assert (await store.admit(turn("c1", 200), later_s)).allowed
-    assert (await store.admit(turn("c2", 200), later_s)).allowed
-
-
-async def test_settling_gives_back_unused_tokens_once(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    first = turn("a", 600)
-    assert (await store.admit(first, now_s)).allowed
-    await store.settle(first, used_tokens=100, now_s=now_s)
-    await store.settle(first, used_tokens=0, now_s=now_s)
-    assert not (await store.admit(turn("b", 501), now_s)).allowed
-    assert (await store.admit(turn("b", 500), now_s)).allowed
-
-
-async def test_a_refund_never_overfills(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    first = turn("a", 600, requests_per_minute=100)
-    assert (await store.admit(first, now_s)).allowed
-    await store.settle(first, used_tokens=0, now_s=now_s + 29)
-    assert (await store.admit(turn("b", 600, requests_per_minute=100), now_s + 29)).allowed
-    assert not (await store.admit(turn("c", 1, requests_per_minute=100), now_s + 29)).allowed
-
-
-async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> None:
-    now_s = 1_800_000_000.0
-    two = {"max_concurrent_turns": 2, "requests_per_minute": 100}
-    first, second = turn("a", **two), turn("b", **two)
-    assert (await store.admit(first, now_s)).allowed
-    assert (await store.admit(second, now_s)).allowed
-    refused = await store.admit(turn("c", **two), now_s)
-    assert (refused.which, refused.retry_after_s) == (Limit.TURNS, 1.0)
-    await store.settle(first, used_tokens=10, now_s=now_s)
-    assert (await store.admit(turn("c", **two), now_s)).allowed
-    await store.renew_turn("t", "c", 30.0, now_s + 20)
-    await store.renew_turn("t", "a", 30.0, now_s + 20)
-    assert (await store.admit(turn("d", **two), now_s + 31)).allowed, "the lease of b has ended, that of c was renewed"
-    assert not (await store.admit(turn("e", **two), now_s + 31)).allowed
-
-
 async def test_a_lease_has_one_holder(store: Store) -> None:
     assert await store.acquire_lease("policy", "a", 0.3)
     assert not await store.acquire_lease("policy", "b", 0.3)
@@ -382,15 +217,6 @@ async def test_scripts_survive_a_flush(redis_store: RedisStore, valkey) -> None:
     assert await redis_store.write_plan(plan(1))
     valkey.client().script_flush()
     assert await redis_store.write_plan(plan(2))
-
-
-async def test_buckets_leave_no_keys_behind(redis_store: RedisStore, valkey) -> None:
-    now_s = time.time()
-    assert (await redis_store.admit(turn("a", 10), now_s)).allowed
-    client, keys = valkey.client(), k.Keys("test")
-    assert 0 < client.pttl(keys.limit("t", "requests")) <= 21_000
-    assert 0 < client.pttl(keys.limit("t", "tokens")) <= 2_000
-    assert 0 < client.pttl(keys.turns("t")) <= 31_000
 
 
 async def test_a_wrong_password_is_unavailable(valkey) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.environment import replica_environment
-from services.replica.deployment import wisp_settings, with_session
-from services.secret_files import ServiceSecrets, read_or_create, secret_path, tenant_spec
+from services.replica.deployment import wisp_settings, with_terms
+from services.secret_files import ServiceSecrets, read_or_create, replace_secret, secret_path, tenant_spec
 from wisp_core.errors import ConfigurationError
 
 
@@ -68,6 +68,25 @@ def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+def test_a_key_file_that_others_can_read_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "acme.key"
+    path.write_text("sk-acme\n")
+    path.chmod(0o644)
+    assert read_or_create(path) == "sk-acme"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert str(path) in caplog.text
+    assert "sk-acme" not in caplog.text
+
+
+def test_a_replaced_secret_is_private_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "acme.key"
+    for secret in ("first", "second"):
+        replace_secret(path, secret)
+        assert read_or_create(path) == secret
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [one.name for one in path.parent.iterdir()] == ["acme.key"]
+
+
 def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").touch()
     with pytest.raises(ConfigurationError, match="empty"):
@@ -82,10 +101,11 @@ def test_the_store_gets_the_hash_of_a_key_only(tmp_path: Path) -> None:
 
 
 def test_the_session_reaches_the_engine_whatever_the_client_sent() -> None:
-    body = with_session(b'{"model": "m", "vllm_xargs": {"wisp_session": "other", "a": 1}}', "t/u/s")
-    assert body == b'{"model": "m", "vllm_xargs": {"wisp_session": "t/u/s", "a": 1}}'
-    assert with_session(b"no json", "t/u/s") == b"no json"
-    assert with_session(b"[1]", "t/u/s") == b"[1]"
+    sent = {"model": "m", "vllm_xargs": {"wisp_session": "other", "wisp_weight": 1000, "a": 1}}
+    body = json.loads(with_terms(json.dumps(sent).encode(), "t/u/s", 2.0, 0.5))
+    assert body["vllm_xargs"] == {"wisp_session": "t/u/s", "wisp_weight": 2.0, "wisp_kv_share": 0.5, "a": 1}
+    assert with_terms(b"no json", "t/u/s", 1.0, 1.0) == b"no json"
+    assert with_terms(b"[1]", "t/u/s", 1.0, 1.0) == b"[1]"
 
 
 def test_replica_settings_become_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

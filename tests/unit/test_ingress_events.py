@@ -36,8 +36,24 @@ def test_cuts_do_not_matter(cuts: list[int], keeps_usage: bool) -> None:
     out = b"".join(events.feed(STREAM[a:b]) for a, b in pairwise(bounds)) + events.rest()
     assert out == (STREAM if keeps_usage else b"".join([*TEXT, DONE]))
     assert events.usage == Usage(7, 4, 3)
-    assert events.num_events == 5
-    assert not events.has_error
+    assert events.error is None
+
+
+@given(st.lists(st.integers(0, 600), max_size=6))
+def test_the_engine_s_word_on_each_event_is_counted_and_taken_out(cuts: list[int]) -> None:
+    def counted(index: int, tokens: int, text: str) -> bytes:
+        usage = {"prompt_tokens": 9, "completion_tokens": tokens}
+        return event(choices=[{"index": index, "delta": {"content": text}}], usage=usage)
+
+    sent = b"".join([counted(0, 1, "a"), counted(1, 2, 'ä "usage": {}'), counted(0, 4, "c")])
+    bounds = [0, *sorted(min(cut, len(sent)) for cut in cuts), len(sent)]
+    events = EventFilter(keeps_usage=True)
+    out = b"".join(events.feed(sent[a:b]) for a, b in pairwise(bounds))
+    assert events.so_far == Usage(9, 0, 6)
+    assert events.usage is None, "no closing event has come"
+    shown = [json.loads(part.removeprefix(b"data: ")) for part in out.split(b"\n\n") if part]
+    assert [one["choices"][0]["delta"]["content"] for one in shown] == ["a", 'ä "usage": {}', "c"]
+    assert not any("usage" in one for one in shown)
 
 
 def test_an_unfinished_event_is_kept_back() -> None:
@@ -49,7 +65,8 @@ def test_an_unfinished_event_is_kept_back() -> None:
 def test_an_error_of_the_engine_is_noticed() -> None:
     events = EventFilter(keeps_usage=False)
     assert events.feed(event(error={"message": "x"}))
-    assert events.has_error
+    assert events.error is not None
+    assert events.error.status == 500
 
 
 async def items(count: int, size: int, error: Exception | None = None) -> AsyncIterator[bytes]:
@@ -65,7 +82,7 @@ def test_an_engine_s_error_in_a_stream_shows_nothing_of_the_inside() -> None:
     refused = b'data: {"error": {"message": "too long", "type": "E", "param": null, "code": 400}}\n\n'
     events = EventFilter(keeps_usage=False)
     shown = events.feed(inside)
-    assert events.has_error
+    assert events.error is not None
     assert b"/opt" not in shown
     assert json.loads(shown.removeprefix(b"data: "))["error"]["type"] == "server_error"
     assert b"too long" in EventFilter(keeps_usage=False).feed(refused)

@@ -223,7 +223,8 @@ def test_a_refusal_does_not_repeat_the_prompt() -> None:
 def test_usage_is_always_asked_of_the_engine_in_a_stream() -> None:
     silent = chat(stream=True)
     asked = chat(stream=True, stream_options={"include_usage": True})
-    assert silent.body["stream_options"] == asked.body["stream_options"] == {"include_usage": True}
+    always = {"include_usage": True, "continuous_usage_stats": True}
+    assert silent.body["stream_options"] == asked.body["stream_options"] == always
     assert (silent.wants_usage, asked.wants_usage) == (False, True)
     assert "stream_options" not in chat().body
 
@@ -269,3 +270,41 @@ def test_any_json_is_taken_or_refused_with_400(body: dict[str, Any], path: str) 
         return
     assert refused.status == 400
     assert json.loads(refused.body())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": "5"},
+        {"max_tokens": 5.0},
+        {"temperature": "0.5"},
+        {"stream": "true"},
+        {"stream": 1},
+        {"n": "2"},
+        {"n": True},
+        {"seed": "7"},
+        {"logprobs": "yes"},
+        {"user": 5},
+        {"logit_bias": {"5": "1"}},
+        {"stop": [5]},
+        {"parallel_tool_calls": 0},
+    ],
+)
+def test_text_is_no_number_and_a_number_is_no_text(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.error["code"]) == (400, "invalid_value")
+
+
+def test_whole_numbers_serve_where_fractions_do() -> None:
+    assert chat(temperature=1, top_p=1).body["temperature"] == 1
+
+
+def test_turns_that_follow_a_schema_are_known() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    assert chat(response_format=schema).has_grammar
+    assert chat(response_format={"type": "json_object"}).has_grammar
+    assert chat(tools=[tool]).has_grammar
+    assert not chat(tools=[tool], tool_choice="none").has_grammar
+    assert not chat(response_format={"type": "text"}).has_grammar

@@ -38,16 +38,16 @@ async def status_of(directory: TenantDirectory, authorization: str | None) -> in
 async def test_a_tenant_that_the_file_has_dropped_is_locked_out() -> None:
     store = MemoryStore()
     dropped = spec("b", "kb").model_copy(update={"is_from_file": True})
-    await TenantDirectory(store, [spec("a", "ka"), dropped]).refresh()
+    await TenantDirectory(store, lambda: [spec("a", "ka"), dropped]).refresh()
     await store.write_tenant(spec("c", "kc"))
-    after_restart = TenantDirectory(store, [spec("a", "ka")])
+    after_restart = TenantDirectory(store, lambda: [spec("a", "ka")])
     await after_restart.refresh()
     assert await status_of(after_restart, "Bearer kb") == 401
     assert [await status_of(after_restart, f"Bearer {key}") for key in ("ka", "kc")] == [200, 200]
 
 
 async def test_a_key_finds_its_tenant() -> None:
-    directory = TenantDirectory(MemoryStore(), [spec("a", "ka"), spec("b", "kb", "kb2")])
+    directory = TenantDirectory(MemoryStore(), lambda: [spec("a", "ka"), spec("b", "kb", "kb2")])
     assert (await directory.authenticate("Bearer ka")).tenant_id == "a"
     assert (await directory.authenticate("bearer kb2")).tenant_id == "b"
 
@@ -57,13 +57,13 @@ async def test_a_key_finds_its_tenant() -> None:
     [None, "", "Bearer", "Bearer ", "Basic ka", "ka", "Bearer wrong", f"Bearer {sha256('ka')}", "Bearer é"],
 )
 async def test_everything_else_is_401(authorization: str | None) -> None:
-    directory = TenantDirectory(MemoryStore(), [spec("a", "ka")])
+    directory = TenantDirectory(MemoryStore(), lambda: [spec("a", "ka")])
     assert await status_of(directory, authorization) == 401
 
 
 async def test_declared_tenants_are_written_and_written_again_after_a_loss() -> None:
     store = MemoryStore()
-    directory = TenantDirectory(store, [spec("a", "ka")])
+    directory = TenantDirectory(store, lambda: [spec("a", "ka")])
     await directory.refresh()
     assert [t.tenant_id for t in await store.list_tenants()] == ["a"]
     emptied = MemoryStore()
@@ -75,7 +75,7 @@ async def test_declared_tenants_are_written_and_written_again_after_a_loss() -> 
 async def test_a_declaration_replaces_what_the_store_had_only_at_start() -> None:
     store = MemoryStore()
     await store.write_tenant(spec("a", "old"))
-    directory = TenantDirectory(store, [spec("a", "new")])
+    directory = TenantDirectory(store, lambda: [spec("a", "new")])
     await directory.refresh()
     assert await status_of(directory, "Bearer old") == 401
     await store.write_tenant(spec("a", "rotated"))
@@ -86,7 +86,7 @@ async def test_a_declaration_replaces_what_the_store_had_only_at_start() -> None
 
 async def test_a_new_key_works_without_waiting_for_the_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    directory = TenantDirectory(store, [spec("a", "ka")])
+    directory = TenantDirectory(store, lambda: [spec("a", "ka")])
     await directory.refresh()
     await store.write_tenant(spec("b", "kb"))
     now_s = time.monotonic()
@@ -96,7 +96,7 @@ async def test_a_new_key_works_without_waiting_for_the_refresh(monkeypatch: pyte
 
 async def test_unknown_keys_do_not_load_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    directory = TenantDirectory(store, [spec("a", "ka")])
+    directory = TenantDirectory(store, lambda: [spec("a", "ka")])
     await directory.refresh()
     reads = 0
     list_tenants = store.list_tenants
@@ -116,7 +116,7 @@ async def test_unknown_keys_do_not_load_the_store(monkeypatch: pytest.MonkeyPatc
 
 async def test_keys_outlive_the_store_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    directory = TenantDirectory(store, [spec("a", "ka")], max_age_s=600)
+    directory = TenantDirectory(store, lambda: [spec("a", "ka")], max_age_s=600)
     await directory.refresh()
     store.is_available = False
     now_s = time.monotonic()
@@ -132,7 +132,7 @@ async def test_keys_outlive_the_store_for_a_bounded_time(monkeypatch: pytest.Mon
 
 async def test_no_key_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    directory = TenantDirectory(MemoryStore(), [spec("a", "ka")])
+    directory = TenantDirectory(MemoryStore(), lambda: [spec("a", "ka")])
     with pytest.raises(ApiError) as caught:
         await directory.authenticate("Bearer sk-very-secret")
     assert "sk-very-secret" not in caplog.text

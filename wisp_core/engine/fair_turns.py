@@ -79,45 +79,53 @@ class FairTurns:
                 self._share.forget_idle(self._num_turns)
 
     def hide(self) -> list[Any]:
-        """Before ``schedule``: put running turns of held tenants off by one step and take waiting turns out.
+        """Before ``schedule``: put running turns off by one step and take waiting turns out.
 
         Returns the turns taken out, for ``unhide``. What stays in the waiting queue is in the order of tenants by
         recent use, each tenant's own turns as they were.
         """
-        active = self._num_turns.keys()
+        scheduler, waiting = self._scheduler, self._scheduler.waiting
+        if not isinstance(waiting, deque):
+            return []  # Another order than first come, first served was asked of vLLM.
         # A step for which nothing was left must not be followed by another: whoever is behind cannot run.
-        self._held = frozenset() if self._is_stalled else self._share.held(active, time.monotonic())
-        if self._held:
-            # vLLM counts the step up before it compares.
-            next_step = self._scheduler.current_step + 2
-            for request in self._scheduler.running:
-                if self._tenant(request) in self._held:
-                    request.next_decode_eligible_step = next_step
+        self._held = frozenset() if self._is_stalled else self._share.held(self._num_turns.keys(), time.monotonic())
+        first = None if self._is_stalled else self._first_to_prefill()
         if len(self._num_turns) > 1:
             # When blocks run out, vLLM takes those of the last one.
-            self._scheduler.running.sort(key=lambda request: self._share.used_s(self._tenant(request)))
-        waiting = self._scheduler.waiting
-        if not waiting or not isinstance(waiting, deque):
+            scheduler.running.sort(key=self._used_s)
+            for request in scheduler.running:
+                if self._is_put_off(request, first):
+                    # vLLM counts the step up before it compares.
+                    request.next_decode_eligible_step = scheduler.current_step + 2
+        if not waiting:
             return []
-        shown, hidden = self._choose(list(waiting))
+        shown, hidden = self._choose(sorted(waiting, key=self._used_s), first)
         waiting.clear()
         waiting.extend(shown)
         return hidden
 
-    def _choose(self, waiting: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Split the waiting turns into those that may start now, in order, and the others."""
-        if len(self._num_turns) > 1:
-            waiting.sort(key=lambda request: self._share.used_s(self._tenant(request)))
-        first = next((self._tenant(request) for request in waiting if self._tenant(request) not in self._held), None)
+    def _first_to_prefill(self) -> str | None:
+        """The tenant with prompts to compute that used least lately; a step computes those of no one far above it."""
+        prompts = [*self._scheduler.waiting, *(one for one in self._scheduler.running if one.is_prefill_chunk)]
+        tenants = {self._tenant(request) for request in prompts} - self._held
+        return min(tenants, key=self._share.used_s, default=None)
+
+    def _is_put_off(self, request: Any, first: str | None) -> bool:
+        return self._tenant(request) in self._held or (request.is_prefill_chunk and not self._may_join(request, first))
+
+    def _may_join(self, request: Any, first: str | None) -> bool:
+        return first is None or self._share.may_join(self._tenant(request), first)
+
+    def _choose(self, waiting: list[Any], first: str | None) -> tuple[list[Any], list[Any]]:
+        """Split the waiting turns into those that may start now and the others."""
         rooms = _Rooms(self._scheduler, self._terms)
         shown: list[Any] = []
         hidden: list[Any] = []
         for request in waiting:
             terms = self._terms[request.request_id]
             may_start = (
-                first is not None
-                and terms.tenant not in self._held
-                and (self._is_stalled or self._share.may_join(terms.tenant, first))
+                terms.tenant not in self._held
+                and self._may_join(request, first)
                 and (terms.kv_share >= 1.0 or rooms.take(request, terms))
             )
             (shown if may_start else hidden).append(request)
@@ -148,6 +156,9 @@ class FairTurns:
 
     def _tenant(self, request: Any) -> str:
         return self._terms[request.request_id].tenant
+
+    def _used_s(self, request: Any) -> float:
+        return self._share.used_s(self._tenant(request))
 
 
 class _Rooms:

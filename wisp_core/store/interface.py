@@ -20,6 +20,7 @@ from wisp_core.contracts import (
     Signature,
     SplitPlan,
     TenantSpec,
+    TenantUsage,
     TurnRecord,
 )
 
@@ -143,7 +144,7 @@ class SessionStore(Protocol):
         ...
 
     async def record_turn(self, turn: TurnRecord) -> None:
-        """Add a finished turn to its session's usage and keep the session's placement alive."""
+        """Add a finished turn to its session's and its tenant's usage and keep the session's placement alive."""
         ...
 
     async def list_sessions(self, n: int) -> list[SessionUsage]:
@@ -156,6 +157,14 @@ class TenantStore(Protocol):
 
     async def write_tenant(self, tenant: TenantSpec) -> None:
         """Create or replace a tenant; keys it no longer lists stop working."""
+        ...
+
+    async def delete_tenant(self, tenant_id: str) -> None:
+        """Remove a tenant, its keys and its usage, if there is one."""
+        ...
+
+    async def list_tenant_usage(self) -> list[TenantUsage]:
+        """What each tenant has used, of those that have had a turn; ordered by id."""
         ...
 
     async def list_tenants(self) -> list[TenantSpec]:

@@ -18,6 +18,7 @@ cluster, so that scripts and pipelines over several keys work there too.
 | ``sessions`` | zset, SESSION by last turn, ``INDEX_LENGTH`` | none, oldest removed | ingress | status |
 | ``tenants`` | hash, TENANT to TenantSpec | none | start-up, admin | ingress |
 | ``tenant-keys`` | hash, SHA-256 of a key to TENANT | none | start-up, admin | ingress |
+| ``tenant-usage:TENANT`` | hash, counters of TenantUsage | none, ends with the tenant | ingress | ingress |
 | ``limit:TENANT:WHICH`` | string, time when the bucket is full, s | until full | ingress | ingress |
 | ``turns:TENANT`` | zset, turn id by the end of its lease, s | the longest lease | ingress | ingress |
 | ``lease:NAME`` | string, holder | the lease's | holder | holder |
@@ -103,6 +104,10 @@ class Keys:
     def tenant_keys(self) -> str:
         """Which tenant a key's SHA-256 belongs to."""
         return f"{self.prefix}tenant-keys"
+
+    def tenant_usage(self, tenant_id: str) -> str:
+        """Usage counters of a tenant."""
+        return f"{self.prefix}tenant-usage:{tenant_id}"
 
     def limit(self, tenant_id: str, which: str) -> str:
         """Rate bucket of a tenant; ``which`` is ``requests`` or ``tokens``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,19 @@ from wisp_core.contracts import (
     Signature,
     SplitPlan,
     TenantSpec,
+    TenantUsage,
     TurnRecord,
 )
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
-from wisp_core.store.usage import usage_fields, usage_from_fields
+from wisp_core.store.usage import (
+    tenant_of,
+    tenant_usage_fields,
+    tenant_usage_from_fields,
+    usage_fields,
+    usage_from_fields,
+)
 
 
 class MemoryStore:
@@ -42,6 +49,7 @@ class MemoryStore:
         self._placements: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
         self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
         self._tenants: dict[str, TenantSpec] = {}
+        self._tenant_usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._full_at_s: dict[tuple[str, Limit], float] = {}
         self._turns: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._leases: dict[str, tuple[float, str]] = {}
@@ -173,6 +181,7 @@ class MemoryStore:
             usage[field] = float(usage.get(field, 0)) + amount
         usage["replica_id"], usage["last_turn_at_s"] = turn.replica_id, turn.at_s
         self._usage[turn.session_key] = usage
+        self._tenant_usage[tenant_of(turn.session_key)].update(tenant_usage_fields(turn))
         if len(self._usage) > k.INDEX_LENGTH:
             self._usage.popitem(last=False)
         if turn.session_key in self._placements:
@@ -189,6 +198,18 @@ class MemoryStore:
         """See Store."""
         await self.ping()
         self._tenants[tenant.tenant_id] = tenant
+
+    async def delete_tenant(self, tenant_id: str) -> None:
+        """See Store."""
+        await self.ping()
+        self._tenants.pop(tenant_id, None)
+        self._tenant_usage.pop(tenant_id, None)
+
+    async def list_tenant_usage(self) -> list[TenantUsage]:
+        """See Store."""
+        await self.ping()
+        known = sorted(self._tenants.keys() & self._tenant_usage.keys())
+        return [tenant_usage_from_fields(tenant_id, self._tenant_usage[tenant_id]) for tenant_id in known]
 
     async def list_tenants(self) -> list[TenantSpec]:
         """See Store."""

@@ -22,6 +22,7 @@ from wisp_core.contracts import (
     Signature,
     SplitPlan,
     TenantSpec,
+    TenantUsage,
     TurnRecord,
 )
 from wisp_core.errors import StoreUnavailableError
@@ -29,7 +30,13 @@ from wisp_core.store import keys as k
 from wisp_core.store import scripts
 from wisp_core.store.connection import Connection
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
-from wisp_core.store.usage import usage_fields, usage_from_fields
+from wisp_core.store.usage import (
+    tenant_of,
+    tenant_usage_fields,
+    tenant_usage_from_fields,
+    usage_fields,
+    usage_from_fields,
+)
 
 ContractT = TypeVar("ContractT", bound=Contract)
 
@@ -191,6 +198,8 @@ class RedisStore:
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             for field, amount in usage_fields(turn).items():
                 pipe.hincrbyfloat(usage_key, field, amount)
+            for field, count in tenant_usage_fields(turn).items():
+                pipe.hincrby(self._keys.tenant_usage(tenant_of(turn.session_key)), field, count)
             pipe.hset(usage_key, mapping={"replica_id": turn.replica_id, "last_turn_at_s": turn.at_s})
             pipe.expire(usage_key, k.SESSION_TTL_S)
             pipe.expire(self._keys.placement(turn.session_key), k.SESSION_TTL_S)
@@ -211,6 +220,21 @@ class RedisStore:
         """See Store."""
         args = [tenant.tenant_id, tenant.model_dump_json(), *tenant.key_sha256]
         await self._connection.run(scripts.WRITE_TENANT, [self._keys.tenants, self._keys.tenant_keys], [*args])
+
+    async def delete_tenant(self, tenant_id: str) -> None:
+        """See Store."""
+        keys = [self._keys.tenants, self._keys.tenant_keys, self._keys.tenant_usage(tenant_id)]
+        await self._connection.run(scripts.DELETE_TENANT, keys, [tenant_id])
+
+    async def list_tenant_usage(self) -> list[TenantUsage]:
+        """See Store."""
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            tenant_ids = sorted(await redis.hkeys(self._keys.tenants))
+            for tenant_id in tenant_ids:
+                pipe.hgetall(self._keys.tenant_usage(tenant_id))
+            rows = await pipe.execute()
+        pairs = zip(tenant_ids, rows, strict=True)
+        return [tenant_usage_from_fields(tenant_id, row) for tenant_id, row in pairs if row]
 
     async def list_tenants(self) -> list[TenantSpec]:
         """See Store."""

@@ -105,3 +105,15 @@ return #ARGV - 2
 
 KEYS: tenants, tenant keys. ARGV: tenant id, tenant JSON, SHA-256 of each key. Returns the number of keys.
 """
+
+DELETE_TENANT = """
+for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do
+  if redis.call('HGET', KEYS[2], key) == ARGV[1] then redis.call('HDEL', KEYS[2], key) end
+end
+redis.call('DEL', KEYS[3])
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+"""Remove a tenant, its keys and its usage.
+
+KEYS: tenants, tenant keys, the tenant's usage. ARGV: tenant id. Returns 1 if there was one.
+"""

@@ -1,12 +1,13 @@
-"""How a session's usage is kept as counters."""
+"""How the usage of sessions and tenants is kept as counters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wisp_core.contracts import SessionUsage, TurnRecord
+from wisp_core.contracts import SessionUsage, TenantUsage, TurnRecord
 
-_COUNTS = ("turns", "failed_turns", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_turns")
+_TENANT_COUNTS = ("turns", "failed_turns", "prompt_tokens", "cached_tokens", "completion_tokens")
+_COUNTS = (*_TENANT_COUNTS, "ttft_turns")
 
 
 def usage_fields(turn: TurnRecord) -> dict[str, float]:
@@ -33,3 +34,19 @@ def usage_from_fields(session_key: str, fields: Mapping[str, str | float]) -> Se
         decode_s=float(fields.get("decode_s", 0)),
         **{name: int(float(fields.get(name, 0))) for name in _COUNTS},
     )
+
+
+def tenant_of(session_key: str) -> str:
+    """The tenant in a session's key."""
+    return session_key.partition("/")[0]
+
+
+def tenant_usage_fields(turn: TurnRecord) -> dict[str, int]:
+    """What ``turn`` adds to each counter of its tenant."""
+    fields = usage_fields(turn)
+    return {name: int(fields[name]) for name in _TENANT_COUNTS}
+
+
+def tenant_usage_from_fields(tenant_id: str, fields: Mapping[str, str | int]) -> TenantUsage:
+    """Read a tenant's counters."""
+    return TenantUsage(tenant_id=tenant_id, **{name: int(fields.get(name, 0)) for name in _TENANT_COUNTS})

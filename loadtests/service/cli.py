@@ -1,0 +1,101 @@
+"""Command line of the benchmarks of a whole service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadtests.service.results import result_path, write_result
+from wisp_core.errors import WispError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
+
+
+@app.callback()
+def several() -> None:
+    """Benchmarks of a whole service on this machine."""
+
+
+@app.command()
+def fairness(
+    runs: Annotated[int, typer.Option(min=1, help="Times that each condition is measured.")] = 3,
+    turns: Annotated[int, typer.Option(min=10, help="Turns of the quiet tenant in each condition.")] = 200,
+    b_weight: Annotated[float, typer.Option(help="Weight of the quiet tenant; the others' is 1.")] = 9.0,
+    output: Output = None,
+) -> None:
+    """What a tenant that floods, and one that thrashes the expert cache, cost another."""
+    from loadtests.service.fairness import FairnessConfig, measure, summarize
+
+    config = FairnessConfig(turns=turns, b_weight=b_weight)
+    rows = asyncio.run(measure(config, runs))
+    summary = summarize(rows)
+    write_result(output or result_path("fairness"), "fairness", asdict(config), rows, summary)
+    typer.echo(json.dumps(summary))
+
+
+@app.command()
+def faults(
+    rounds: Annotated[int, typer.Option(min=1, help="Faults of each kind.")] = 20,
+    kinds: Annotated[str | None, typer.Option(help="Such as engine,valkey; else all.")] = None,
+    output: Output = None,
+) -> None:
+    """Kill parts of a service while turns run: lost turns, recovery times, and the answers' tokens."""
+    from loadtests.service.faults import FaultsConfig, measure, summarize
+
+    config = (
+        FaultsConfig(rounds=rounds) if kinds is None else FaultsConfig(rounds=rounds, kinds=tuple(kinds.split(",")))
+    )
+    rows = measure(config, lambda text: typer.echo(text, err=True))
+    summary = summarize(rows)
+    write_result(output or result_path("faults"), "faults", asdict(config), rows, summary)
+    typer.echo(json.dumps(summary))
+    raise typer.Exit(int(bool(summary["lost_turns"] or summary["answers_above_gap"])))
+
+
+@app.command()
+def streams(
+    streams: Annotated[int, typer.Option(min=1, help="Connections at once.")] = 1000,
+    hold_s: Annotated[float, typer.Option(help="How long they are held, seconds.")] = 120.0,
+    output: Output = None,
+) -> None:
+    """Hold many streams open at once."""
+    from loadtests.service.streams import StreamsConfig, measure, summarize
+
+    config = StreamsConfig(streams=streams, hold_s=hold_s)
+    rows = measure(config)
+    summary = summarize(rows)
+    write_result(output or result_path("streams"), "streams", asdict(config), rows, summary)
+    typer.echo(json.dumps(summary))
+    raise typer.Exit(int(bool(summary["failed"])))
+
+
+@app.command()
+def malformed(
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 10_000,
+    output: Output = None,
+) -> None:
+    """Send broken and hostile requests; none may get a 5xx."""
+    from loadtests.service.malformed import measure
+
+    row = measure(requests)
+    summary = {"requests": requests, "failures": len(row["failures"]), "growth_bytes": row["growth_bytes"]}
+    write_result(output or result_path("malformed"), "malformed", {"requests": requests}, [row], summary)
+    typer.echo(json.dumps(summary))
+    raise typer.Exit(int(bool(row["failures"])))
+
+
+def main() -> None:
+    """Entry point: an error that the operator can fix is one message, not a traceback."""
+    try:
+        app()
+    except WispError as error:
+        typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
+        sys.exit(2)

@@ -1,0 +1,266 @@
+"""Tenant B's turns alone, beside a tenant A that floods, and beside one that thrashes the expert cache.
+
+A may use a small share: by its limits and by its weight. It sends twenty times as much as its limits allow, or within
+them turns of random tokens, each of which needs other experts than the turns of B. B sends one turn after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtests.service.results import quantile
+from loadtests.service.running import RunningService, free_port
+from loadtests.service.stream_client import StreamedTurn, stream_chat
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.model.tiny_tokenizer import topic_words
+
+MODEL = "tiny"
+FLOOD_FACTOR = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FairnessConfig:
+    """One run. A's share is ``a_requests_per_minute`` and one part of ``b_weight + 1``."""
+
+    turns: int = 200
+    """Of B, in each condition."""
+    b_sessions: int = 1
+    b_prompt_words: int = 180
+    b_tokens: int = 96
+    b_weight: float = 9.0
+    a_requests_per_minute: int = 60
+    a_kv_share: float = 0.5
+    a_prompt_words: int = 40
+    a_tokens: int = 32
+    thrash_sessions: int = 2
+    """Of A, one turn after the other, within limits that do not refuse any."""
+    cap: int = 16
+    link_bytes_per_s: float = 400e6
+    """Emulated."""
+    batched_tokens: int = 64
+    """Tokens of one step: what a turn waits for that comes while somebody else's prompt is computed."""
+
+
+def service_config(directory: Path, config: FairnessConfig) -> dict[str, Any]:
+    """One replica; ``thrash`` is a tenant like A whose limits refuse nothing."""
+    plenty = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "max_concurrent_turns": 256}
+    a_terms = {"weight": 1.0, "kv_share": config.a_kv_share}
+    return {
+        "name": "fairness",
+        "state_dir": str(directory / "state"),
+        "http": {"port": free_port()},
+        "model": {"path": str(directory / "model"), "served_name": MODEL},
+        "replica": {
+            "count": 1,
+            "vram_budget_bytes": 70 << 20,
+            "activation_bytes": 8 << 20,
+            "initial_cap": config.cap,
+            "emulated_link_bytes_per_s": config.link_bytes_per_s,
+            "max_ongoing_turns": 256,
+            "engine": {
+                "max_model_len": 2048,
+                "max_num_seqs": 16,
+                "max_num_batched_tokens": config.batched_tokens,
+                "block_size": 32,
+            },
+        },
+        # The split is not what is measured here.
+        "policy": {"name": "static_split"},
+        "tenants": [
+            {"tenant_id": "b", "key_file": str(directory / "b.key"), "weight": config.b_weight, **plenty},
+            {
+                "tenant_id": "a",
+                "key_file": str(directory / "a.key"),
+                "requests_per_minute": config.a_requests_per_minute,
+                "tokens_per_minute": 1_000_000,
+                **a_terms,
+            },
+            {"tenant_id": "thrash", "key_file": str(directory / "thrash.key"), **plenty, **a_terms},
+        ],
+    }
+
+
+class Fairness:
+    """The conditions, on one running service."""
+
+    def __init__(self, service: RunningService, client: httpx.AsyncClient, config: FairnessConfig) -> None:
+        self._service = service
+        self._client = client
+        self._config = config
+        self._number = 0
+
+    async def condition(self, name: str) -> dict[str, Any]:
+        """A row: B's turns while A does what ``name`` says (alone, flood or thrash)."""
+        others = {"alone": _nothing, "flood": self._flood, "thrash": self._thrash}[name]
+        async with others() as done:
+            await asyncio.sleep(2.0 if name != "alone" else 0.0)
+            turns = await self._turns_of_b()
+        good = [turn for turn in turns if turn.error is None]
+        row = {
+            "condition": name,
+            "turns": len(turns),
+            "failed": len(turns) - len(good),
+            "ttft_p50_s": quantile([turn.ttft_s for turn in good], 0.5),
+            "ttft_p95_s": quantile([turn.ttft_s for turn in good], 0.95),
+            "time_per_token_p50_s": quantile([turn.time_per_token_s for turn in good], 0.5),
+            "time_per_token_p95_s": quantile([turn.time_per_token_s for turn in good], 0.95),
+            "tokens": sum(turn.tokens for turn in good),
+        }
+        return row | _of_a(done)
+
+    async def _turns_of_b(self) -> list[StreamedTurn]:
+        turns: list[StreamedTurn] = []
+
+        async def run(session: int) -> None:
+            chooser = random.Random(self._number * 100 + session)
+            while len(turns) < self._config.turns:
+                turns.append(await self._turn("b", f"b-{session}", self._words_of_b(chooser), self._config.b_tokens, 0))
+                await asyncio.sleep(0.02)
+
+        self._number += 1
+        async with asyncio.TaskGroup() as group:
+            for session in range(self._config.b_sessions):
+                group.create_task(run(session))
+        return turns
+
+    def _words_of_b(self, chooser: random.Random) -> str:
+        words = topic_words(0)
+        return " ".join(chooser.choices(words, k=self._config.b_prompt_words))
+
+    async def _turn(self, tenant: str, session: str, words: str, tokens: int, temperature: float) -> StreamedTurn:
+        self._number += 1
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f" {words}"}],
+            "max_tokens": tokens,
+            "temperature": temperature,
+            "seed": self._number,
+        }
+        return await stream_chat(self._client, self._service.key(tenant), body, session)
+
+    @asynccontextmanager
+    async def _flood(self) -> AsyncIterator[list[StreamedTurn]]:
+        """A sends ``FLOOD_FACTOR`` times its share, evenly, whatever comes back."""
+        done: list[StreamedTurn] = []
+        pause_s = 60 / self._config.a_requests_per_minute / FLOOD_FACTOR
+        async with _until_left() as group:
+
+            async def one(number: int) -> None:
+                words = " ".join(topic_words(1 + number % 6)[: self._config.a_prompt_words])
+                done.append(await self._turn("a", f"a-{number % 40}", words, self._config.a_tokens, 1.0))
+
+            async def send() -> None:
+                number = 0
+                while True:
+                    group.create_task(one(number))
+                    number += 1
+                    await asyncio.sleep(pause_s)
+
+            group.create_task(send())
+            yield done
+
+    @asynccontextmanager
+    async def _thrash(self) -> AsyncIterator[list[StreamedTurn]]:
+        """A's sessions send turns of words of all topics, sampled as randomly as may be."""
+        done: list[StreamedTurn] = []
+        words = [word for topic in range(8) for word in topic_words(topic)]
+        async with _until_left() as group:
+
+            async def run(session: int) -> None:
+                chooser = random.Random(session)
+                while True:
+                    prompt = " ".join(chooser.choices(words, k=self._config.a_prompt_words))
+                    done.append(await self._turn("thrash", f"t-{session}", prompt, 400, 2.0))
+
+            for session in range(self._config.thrash_sessions):
+                group.create_task(run(session))
+            yield done
+
+    async def retry_after_is_right(self) -> bool:
+        """After A's limits are used up, whoever waits as told is admitted."""
+        for _ in range(10 * self._config.a_requests_per_minute):
+            refused = await self._turn("a", "a-retry", "word", 1, 0)
+            if refused.status == 429:
+                break
+        else:
+            return False
+        assert refused.retry_after_s is not None
+        await asyncio.sleep(refused.retry_after_s)
+        return (await self._turn("a", "a-retry", "word", 1, 0)).status == 200
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[list[StreamedTurn]]:
+    yield []
+
+
+@asynccontextmanager
+async def _until_left() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group whose tasks are cancelled when the context is left."""
+
+    class LeftError(Exception):
+        pass
+
+    with contextlib.suppress(BaseExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            yield group
+            raise LeftError
+
+
+def _of_a(turns: list[StreamedTurn]) -> dict[str, Any]:
+    statuses = Counter(turn.status for turn in turns)
+    return {
+        "a_answered": statuses[200],
+        "a_refused": statuses[429],
+        "a_other": sum(statuses.values()) - statuses[200] - statuses[429],
+        "a_tokens": sum(turn.tokens for turn in turns),
+        "a_refused_without_retry_after": sum(turn.status == 429 and turn.retry_after_s is None for turn in turns),
+    }
+
+
+async def measure(config: FairnessConfig, runs: int) -> list[dict[str, Any]]:
+    """``runs`` times the three conditions in turn, on one service."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        write_tiny_model(directory / "model", TinyModelConfig())
+        with RunningService(directory, service_config(directory, config)) as service:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
+                fairness = Fairness(service, client, config)
+                rows = [{"run": 0, **await fairness.condition("alone")}]  # warms up, and is not counted
+                for run in range(1, runs + 1):
+                    rows += [{"run": run, **await fairness.condition(name)} for name in ("alone", "flood", "thrash")]
+                rows.append({"run": runs, "retry_after_is_right": await fairness.retry_after_is_right()})
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the runs of B's 95th percentiles, over those alone in the same run."""
+    counted = [row for row in rows if row["run"] > 0 and "condition" in row]
+    by = {(row["run"], row["condition"]): row for row in counted}
+    runs = sorted({row["run"] for row in counted})
+
+    def ratio(condition: str, figure: str) -> float:
+        return quantile([by[run, condition][figure] / by[run, "alone"][figure] for run in runs], 0.5)
+
+    return {
+        "flood_ttft_p95_ratio": ratio("flood", "ttft_p95_s"),
+        "flood_time_per_token_p95_ratio": ratio("flood", "time_per_token_p95_s"),
+        "thrash_ttft_p95_ratio": ratio("thrash", "ttft_p95_s"),
+        "thrash_time_per_token_p95_ratio": ratio("thrash", "time_per_token_p95_s"),
+        "failed_turns_of_b": sum(row["failed"] for row in counted),
+        "refused_of_a": sum(row["a_refused"] for row in counted),
+        "refused_without_retry_after": sum(row["a_refused_without_retry_after"] for row in counted),
+        "retry_after_is_right": all(row["retry_after_is_right"] for row in rows if "retry_after_is_right" in row),
+    }

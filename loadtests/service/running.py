@@ -1,0 +1,126 @@
+"""A whole service started by ``wisp serve``, as an operator would, and the processes that it consists of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import yaml
+
+START_TIMEOUT_S = 240.0
+
+
+class RunningService:
+    """Starts with the constructor, serves once ``wait_ready`` returns. As a context: ready, and stopped at exit."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        """``config`` is a service's file; it and the log of ``wisp serve`` lie in ``directory``."""
+        self.config = config
+        self.url = f"http://127.0.0.1:{config['http']['port']}"
+        self.state_dir = Path(config["state_dir"])
+        self.config_path = directory / "service.yaml"
+        self.config_path.write_text(yaml.safe_dump(config))
+        self._log = (directory / "serve.log").open("w+")
+        command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(self.config_path)]
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def key(self, tenant: str) -> str:
+        """API key of a tenant whose key is in a file."""
+        path = next(one["key_file"] for one in self.config["tenants"] if one["tenant_id"] == tenant)
+        return Path(path).read_text().strip()
+
+    @property
+    def admin_key(self) -> str:
+        """The operator's key."""
+        return (self.state_dir / "secrets" / "admin.key").read_text().strip()
+
+    def readiness(self) -> tuple[int, dict[str, Any]]:
+        """Status and body of ``/readyz``."""
+        response = httpx.get(f"{self.url}/readyz", timeout=10)
+        try:
+            body: dict[str, Any] = response.json()
+        except json.JSONDecodeError:  # Serve's proxy answers by itself while there is no ingress.
+            body = {}
+        return response.status_code, body
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Return, with the seconds it took, when every engine serves. Raises RuntimeError with the log's end."""
+        began_s = time.monotonic()
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"wisp serve ended:\n{self.log()[-4000:]}")
+            with contextlib.suppress(httpx.TransportError):
+                if self.readiness()[0] == 200:
+                    return time.monotonic() - began_s
+            if time.monotonic() - began_s > timeout_s:
+                raise RuntimeError(f"not ready after {timeout_s:g} s:\n{self.log()[-4000:]}")
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        """What ``wisp serve`` printed."""
+        self._log.flush()
+        return Path(self._log.name).read_text()
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Processes of the service whose command line contains ``title``, oldest first."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if title in " ".join(process.cmdline()):
+                    found.append(process)
+        return sorted(found, key=psutil.Process.create_time)
+
+    def resident_bytes(self) -> int:
+        """Resident memory of every process of the service, shared pages counted once for each."""
+        total = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+    def status(self, patience_s: float = 10.0) -> dict[str, Any]:
+        """The operator's status page; asked again while the store does not answer. Raises HTTPStatusError."""
+        deadline_s = time.monotonic() + patience_s
+        headers = {"Authorization": f"Bearer {self.admin_key}"}
+        while True:
+            answer = httpx.get(f"{self.url}/wisp/status", headers=headers, timeout=10)
+            if answer.status_code != 503 or time.monotonic() > deadline_s:
+                body: dict[str, Any] = answer.raise_for_status().json()
+                return body
+            time.sleep(0.2)
+
+    def stop(self) -> int:
+        """End the service as an operator does; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self._log.close()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,119 @@
+"""Many streams at once, held open: every one goes on to its end, and the service's memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtests.service.results import quantile
+from loadtests.service.running import RunningService, free_port
+from loadtests.service.stream_client import StreamedTurn, stream_chat
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsConfig:
+    """One run."""
+
+    streams: int = 1000
+    hold_s: float = 120.0
+    """Each connection sends turns until this has passed, and then finishes its last."""
+    max_tokens: int = 200
+
+
+def service_config(directory: Path, config: StreamsConfig) -> dict[str, Any]:
+    """Two replicas that run every stream at once."""
+    seqs = -(-config.streams * 6 // 10)
+    return {
+        "name": "streams",
+        "state_dir": str(directory / "state"),
+        "http": {"port": free_port()},
+        "model": {"path": str(directory / "model"), "served_name": MODEL},
+        "replica": {
+            "count": 2,
+            "vram_budget_bytes": 640 << 20,
+            "activation_bytes": 64 << 20,
+            "initial_cap": 16,
+            "max_ongoing_turns": 2 * seqs,
+            "engine": {"max_model_len": 512, "max_num_seqs": seqs, "max_num_batched_tokens": 2048, "block_size": 32},
+        },
+        "policy": {"name": "static_split"},
+        "tenants": [
+            {
+                "tenant_id": "acme",
+                "key_file": str(directory / "acme.key"),
+                "requests_per_minute": 10_000_000,
+                "tokens_per_minute": 10_000_000_000,
+                "max_concurrent_turns": 10 * config.streams,
+            }
+        ],
+    }
+
+
+async def hold(
+    url: str, key: str, model: str, config: StreamsConfig, resident_bytes: Callable[[], int]
+) -> dict[str, Any]:
+    """Keep ``config.streams`` connections streaming for ``config.hold_s`` against any service: a row."""
+    turns: list[StreamedTurn] = []
+    samples: list[int] = []
+    until_s = time.monotonic() + config.hold_s
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+    async def run(client: httpx.AsyncClient, number: int) -> None:
+        while time.monotonic() < until_s:
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": f"stream {number}"}],
+                "max_tokens": config.max_tokens,
+                "temperature": 1,
+                "seed": number,
+            }
+            turns.append(await stream_chat(client, key, body, f"stream-{number}"))
+
+    async def sample() -> None:
+        while time.monotonic() < until_s:
+            samples.append(await asyncio.to_thread(resident_bytes))
+            await asyncio.sleep(2.0)
+
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client, asyncio.TaskGroup() as group:
+        group.create_task(sample())
+        for number in range(config.streams):
+            group.create_task(run(client, number))
+    half = len(samples) // 2
+    good = [turn for turn in turns if turn.error is None and turn.pieces_s]
+    return {
+        "streams": config.streams,
+        "turns": len(turns),
+        "failed": sum(turn.error is not None for turn in turns),
+        "errors": sorted({turn.error for turn in turns if turn.error is not None})[:5],
+        "tokens": sum(turn.tokens for turn in turns),
+        "ttft_p50_s": quantile([turn.ttft_s for turn in good], 0.5),
+        "ttft_p99_s": quantile([turn.ttft_s for turn in good], 0.99),
+        "resident_bytes_first_half": max(samples[: half or 1]),
+        "resident_bytes_second_half": max(samples[half:]),
+    }
+
+
+def measure(config: StreamsConfig) -> list[dict[str, Any]]:
+    """One row, on a service of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
+        with RunningService(directory, service_config(directory, config)) as service:
+            return [asyncio.run(hold(service.url, service.key("acme"), MODEL, config, service.resident_bytes))]
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Failures, and how much memory grew from the first half of the run to the second."""
+    (row,) = rows
+    growth_bytes = row["resident_bytes_second_half"] - row["resident_bytes_first_half"]
+    return {key: row[key] for key in ("streams", "turns", "failed", "tokens")} | {"growth_bytes": growth_bytes}

@@ -1,0 +1,137 @@
+"""``wisp tenant``: tenants of a running service, by its admin API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
+
+app = typer.Typer(no_args_is_help=True, help="Tenants of a running service. Changes take effect within two seconds.")
+
+StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
+Name = Annotated[str, typer.Argument(help="The tenant's id.")]
+Requests = Annotated[int | None, typer.Option(min=1, help="Requests per minute.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Prompt plus requested output tokens per minute.")]
+Turns = Annotated[int | None, typer.Option(min=1, help="Turns at once.")]
+Weight = Annotated[float | None, typer.Option(help="Share of engine time against other tenants' weights.")]
+KvShare = Annotated[float | None, typer.Option(help="Largest part of a replica's KV and batch, up to 1.")]
+
+
+@app.command()
+def add(
+    name: Name,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    max_concurrent_turns: Turns = None,
+    weight: Weight = None,
+    kv_share: KvShare = None,
+    state_dir: StateDir = Path(".wisp"),
+) -> None:
+    """Add a tenant and print its key, once."""
+    limits = _limits(requests_per_minute, tokens_per_minute, max_concurrent_turns, weight, kv_share)
+    typer.echo(_call(state_dir, "POST", "", {"tenant_id": name, **limits})["key"])
+
+
+@app.command(name="list")
+def list_all(state_dir: StateDir = Path(".wisp")) -> None:
+    """Show every tenant's limits and usage."""
+    table = Table(title="Tenants")
+    for column in ("tenant", "from", "keys", "isolation"):
+        table.add_column(column, overflow="fold")
+    for column in ("requests/min", "tokens/min", "turns", "weight", "KV share", "turns done", "failed", "tokens used"):
+        table.add_column(column, justify="right")
+    for one in _call(state_dir, "GET")["tenants"]:
+        usage = one["usage"]
+        table.add_row(
+            one["tenant_id"],
+            "file" if one["is_from_file"] else "admin",
+            " ".join(one["keys"]),
+            one["isolation"],
+            str(one["requests_per_minute"]),
+            str(one["tokens_per_minute"]),
+            str(one["max_concurrent_turns"]),
+            f"{one['weight']:g}",
+            f"{one['kv_share']:g}",
+            str(usage["turns"]),
+            str(usage["failed_turns"]),
+            str(usage["prompt_tokens"] + usage["completion_tokens"]),
+        )
+    Console().print(table)
+
+
+@app.command()
+def rotate(
+    name: Name,
+    keep_old: Annotated[bool, typer.Option(help="The old keys go on until the next rotation without this.")] = False,
+    state_dir: StateDir = Path(".wisp"),
+) -> None:
+    """Give a tenant a new key, print it once, and end the old ones."""
+    typer.echo(_call(state_dir, "POST", f"/{quote(name, safe='')}/rotate", {"keep_old": keep_old})["key"])
+
+
+@app.command()
+def limit(
+    name: Name,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    max_concurrent_turns: Turns = None,
+    weight: Weight = None,
+    kv_share: KvShare = None,
+    state_dir: StateDir = Path(".wisp"),
+) -> None:
+    """Set limits; what is left out stays. For a tenant of the service's file: until the service starts again."""
+    limits = _limits(requests_per_minute, tokens_per_minute, max_concurrent_turns, weight, kv_share)
+    if not limits:
+        raise ConfigurationError("give at least one limit, such as --weight 2")
+    _call(state_dir, "PATCH", f"/{quote(name, safe='')}", limits)
+
+
+@app.command()
+def rm(name: Name, state_dir: StateDir = Path(".wisp")) -> None:
+    """Remove a tenant and its keys; its running turns finish."""
+    _call(state_dir, "DELETE", f"/{quote(name, safe='')}")
+
+
+def _limits(
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    max_concurrent_turns: int | None,
+    weight: float | None,
+    kv_share: float | None,
+) -> dict[str, Any]:
+    given = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent_turns": max_concurrent_turns,
+        "weight": weight,
+        "kv_share": kv_share,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _call(state_dir: Path, method: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One admin request. Raises ConfigurationError with the service's own words, EngineUnavailableError if none."""
+    from services.app import read_service_file
+    from services.secret_files import read_or_create, secret_path
+
+    url = read_service_file(state_dir)["url"]
+    headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
+    try:
+        response = httpx.request(method, f"{url}/wisp/tenants{path}", json=body, headers=headers, timeout=10)
+    except httpx.TransportError as error:
+        raise EngineUnavailableError(f"{url} does not answer: {error}") from error
+    if response.is_success:
+        answer: dict[str, Any] = response.json() if response.content else {}
+        return answer
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError):
+        message = f"{url} answered {response.status_code}"
+    raise ConfigurationError(message)

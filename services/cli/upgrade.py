@@ -1,0 +1,93 @@
+"""``wisp serve --upgrade``: a running service goes on with another configuration, without failing a turn."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+
+from services.app import Service, read_service_file
+from services.config import ServiceConfig
+from services.preflight import check_model, check_policy
+from wisp_core.errors import ConfigurationError, WispError
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 900.0
+"""Replicas are replaced one at a time, and each waits for its running turns."""
+
+
+def _order_path(state_dir: Path) -> Path:
+    return state_dir / "upgrade.json"
+
+
+def request_upgrade(path: Path) -> None:
+    """Have the service of ``path``'s state directory go on with ``path``; returns when it does.
+
+    Raises ConfigurationError with the reason when it does not, and goes on as it was.
+    """
+    config = ServiceConfig.load(path)
+    check_model(config.model)
+    check_policy(config.policy)
+    pid = int(read_service_file(config.state_dir)["pid"])
+    order = secrets.token_hex(8)
+    _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
+    os.kill(pid, signal.SIGHUP)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        done: dict[str, Any] = read_service_file(config.state_dir).get("upgrade", {})
+        if done.get("id") == order:
+            if done["error"] is not None:
+                raise ConfigurationError(done["error"])
+            typer.echo("wisp: upgraded", err=True)
+            return
+        time.sleep(0.2)
+    raise ConfigurationError(f"the service was not upgraded within {TIMEOUT_S:g} s")
+
+
+class Upgrades:
+    """The running service's side: carries out what SIGHUP announces, one after the other, in a thread of its own.
+
+    The main thread keeps tending the service meanwhile.
+    """
+
+    def __init__(self, service: Service) -> None:
+        """Takes over SIGHUP; call in the main thread."""
+        self._service = service
+        self._is_asked = threading.Event()
+        self._thread: threading.Thread | None = None
+        signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        self._is_asked.set()
+
+    def look(self) -> None:
+        """Begin an upgrade that was asked for, unless one runs."""
+        if self._is_asked.is_set() and (self._thread is None or not self._thread.is_alive()):
+            self._is_asked.clear()
+            self._thread = threading.Thread(target=self._carry_out, name="wisp-upgrade", daemon=True)
+            self._thread.start()
+
+    def _carry_out(self) -> None:
+        order: dict[str, str] = {}
+        error: str | None = None
+        try:
+            order = json.loads(_order_path(self._service.config.state_dir).read_text())
+            typer.echo(f"wisp: upgrading to {order['config']}", err=True)
+            self._service.upgrade(ServiceConfig.load(Path(order["config"])))
+        except (WispError, OSError, ValueError, KeyError) as caught:
+            error = str(caught) or type(caught).__name__
+        except Exception as caught:
+            logger.exception("the upgrade failed")
+            error = f"{type(caught).__name__}: {caught}"
+        typer.echo("wisp: upgraded" if error is None else f"wisp: not upgraded: {error}", err=True)
+        self._service.publish(upgrade={"id": order.get("id"), "error": error})

@@ -1,0 +1,159 @@
+"""Tenants of a running service: added, listed, limited, given new keys and removed. No HTTP in here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.ingress.errors import ApiError, bad_request
+from services.ingress.tenants import TenantDirectory
+from services.secret_files import replace_secret
+from wisp_core.contracts import TenantSpec, TenantUsage
+from wisp_core.errors import ConfigurationError
+from wisp_core.store.interface import TenantStore
+
+MAX_KEYS = 8
+"""Keys that one tenant may have at once."""
+
+
+class TenantLimits(BaseModel):
+    """What an operator may set; what is left out stays as it is, or gets its default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    requests_per_minute: Annotated[int, Field(gt=0)] | None = None
+    tokens_per_minute: Annotated[int, Field(gt=0)] | None = None
+    max_concurrent_turns: Annotated[int, Field(gt=0)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    kv_share: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class NewTenant(TenantLimits):
+    """A tenant to add."""
+
+    tenant_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+class Rotation(BaseModel):
+    """How to change a tenant's key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    keep_old: bool = False
+
+
+DEFAULTS = {"requests_per_minute": 600, "tokens_per_minute": 200_000}
+
+
+def parse(model: type[BaseModel], raw: bytes) -> Any:
+    """The body of an admin request. Raises ApiError (400)."""
+    try:
+        return model.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])[:64]
+        raise bad_request(f"Invalid value for '{param}': {first['msg'][:256]}.", param=param or None) from error
+
+
+class TenantAdmin:
+    """Changes take effect here at once, and in other ingresses when they next read the store.
+
+    Each method raises ApiError, and StoreUnavailableError when nothing was changed.
+    """
+
+    def __init__(self, store: TenantStore, directory: TenantDirectory, key_files: Mapping[str, Path | None]) -> None:
+        """``key_files``: of each tenant that the service's file declares, where its key is; None: only its hash."""
+        self._store = store
+        self._directory = directory
+        self._key_files = key_files
+        self._lock = asyncio.Lock()
+
+    async def list(self) -> list[dict[str, Any]]:
+        """Every tenant with its limits and usage; of keys only the first eight digits of their SHA-256."""
+        usages = {usage.tenant_id: usage for usage in await self._store.list_tenant_usage()}
+        rows = []
+        for tenant in await self._store.list_tenants():
+            usage = usages.get(tenant.tenant_id, TenantUsage(tenant_id=tenant.tenant_id))
+            rows.append({**show(tenant), "usage": usage.model_dump(exclude={"tenant_id"})})
+        return rows
+
+    async def add(self, new: NewTenant) -> dict[str, Any]:
+        """A new tenant and its first key, which is shown only now."""
+        async with self._lock:
+            if await self._find(new.tenant_id) is not None:
+                raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
+            key = _new_key()
+            tenant = TenantSpec(key_sha256=(_sha256(key),), **{**DEFAULTS, **new.model_dump(exclude_none=True)})
+            await self._write(tenant)
+        return {**show(tenant), "key": key}
+
+    async def limit(self, tenant_id: str, limits: TenantLimits) -> dict[str, Any]:
+        """Other limits; of a tenant that the file declares until the service starts again."""
+        async with self._lock:
+            tenant = (await self._get(tenant_id)).model_copy(update=limits.model_dump(exclude_none=True))
+            await self._write(tenant)
+        return show(tenant)
+
+    async def rotate(self, tenant_id: str, rotation: Rotation) -> dict[str, Any]:
+        """A new key. The old ones end, or with ``keep_old`` go on until the next rotation without it."""
+        async with self._lock:
+            tenant = await self._get(tenant_id)
+            key_file = self._key_files.get(tenant_id)
+            if tenant.is_from_file and key_file is None:
+                raise _conflict("The service's file holds only the hash of this tenant's key: change it there.")
+            key = _new_key()
+            kept = tenant.key_sha256[: MAX_KEYS - 1] if rotation.keep_old else ()
+            if key_file is not None:
+                try:  # First: a service that starts again reads the key from there.
+                    await asyncio.to_thread(replace_secret, key_file, key)
+                except ConfigurationError as error:
+                    raise ApiError(500, "The tenant's key file cannot be written.", kind="server_error") from error
+            tenant = tenant.model_copy(update={"key_sha256": (_sha256(key), *kept)})
+            await self._write(tenant)
+        return {**show(tenant), "key": key}
+
+    async def remove(self, tenant_id: str) -> None:
+        """End a tenant and its keys; its running turns finish."""
+        async with self._lock:
+            if (await self._get(tenant_id)).is_from_file:
+                raise _conflict("The service's file declares this tenant: remove it there.")
+            await self._store.delete_tenant(tenant_id)
+            await self._directory.refresh()
+
+    async def _write(self, tenant: TenantSpec) -> None:
+        await self._store.write_tenant(tenant.model_copy(update={"at_s": time.time()}))
+        await self._directory.refresh()
+
+    async def _find(self, tenant_id: str) -> TenantSpec | None:
+        return next((one for one in await self._store.list_tenants() if one.tenant_id == tenant_id), None)
+
+    async def _get(self, tenant_id: str) -> TenantSpec:
+        tenant = await self._find(tenant_id)
+        if tenant is None:
+            raise ApiError(404, f"There is no tenant '{tenant_id[:64]}'.", code="tenant_not_found")
+        return tenant
+
+
+def show(tenant: TenantSpec) -> dict[str, Any]:
+    """A tenant as an operator sees it."""
+    fields = tenant.model_dump(mode="json", exclude={"schema_version", "at_s", "key_sha256"})
+    return {**fields, "keys": [key[:8] for key in tenant.key_sha256]}
+
+
+def _conflict(message: str) -> ApiError:
+    return ApiError(409, message, code="conflict")
+
+
+def _new_key() -> str:
+    return f"sk-wisp-{secrets.token_urlsafe(32)}"
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

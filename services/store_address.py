@@ -1,0 +1,39 @@
+"""Where a service's store is, for the processes that connect to it: no password in it, only the file that holds one.
+
+Serve keeps the arguments of its deployments, so they carry this and not the secret. On several hosts the file has to
+be at the same path on each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from pydantic import Field
+
+from services.config import Section
+from wisp_core.store.redis_store import RedisStore
+
+
+class StoreAddress(Section):
+    """JSON, as Serve passes it on."""
+
+    url: str = Field(description="redis://, rediss:// or unix:// URL without a password.")
+    password_file: Path | None = Field(default=None, description="File that holds the password.")
+    service: str = Field(description="Name of the service, part of every key.")
+    timeout_s: float = Field(default=0.2, gt=0, description="Longest wait for a connection and for a reply, seconds.")
+
+    def open(self, timeout_s: float | None = None) -> RedisStore:
+        """A new client, for the event loop that uses it; ``timeout_s`` in place of the address's own."""
+        password = None if self.password_file is None else self.password_file.read_text().strip()
+        return RedisStore(self.url, self.service, password=password, timeout_s=timeout_s or self.timeout_s)
+
+
+def without_password(url: str) -> tuple[str, str | None]:
+    """``url`` without its password, and the password if it has one."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, None
+    user = f"{quote(unquote(parts.username), safe='')}@" if parts.username else ""
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=user + host)), unquote(parts.password)

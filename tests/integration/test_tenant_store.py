@@ -1,0 +1,129 @@
+"""Tenants, their keys, limits and usage: both stores keep the same contract."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from store_values import tenant, turn
+
+from wisp_core.contracts import TenantUsage, TurnRecord
+from wisp_core.store import keys as k
+from wisp_core.store.interface import Limit, Store
+from wisp_core.store.redis_store import RedisStore
+
+
+async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
+    await store.write_tenant(tenant("b", "k1", "k2"))
+    await store.write_tenant(tenant("a", "k3"))
+    assert [t.tenant_id for t in await store.list_tenants()] == ["a", "b"]
+    found = await store.find_tenant_by_key("k2")
+    assert found is not None
+    assert found.tenant_id == "b"
+    await store.write_tenant(tenant("b", "k4"))
+    assert await store.find_tenant_by_key("k2") is None
+    assert await store.find_tenant_by_key("k4") is not None
+    assert await store.find_tenant_by_key("k3") is not None
+    await store.delete_tenant("b")
+    await store.delete_tenant("nobody")
+    assert await store.find_tenant_by_key("k4") is None
+    assert [t.tenant_id for t in await store.list_tenants()] == ["a"]
+
+
+async def test_requests_per_minute_and_when_to_retry(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    for i in range(3):
+        assert (await store.admit(turn(f"a{i}"), now_s)).allowed
+    refused = await store.admit(turn("a3"), now_s)
+    assert (refused.allowed, refused.which) == (False, Limit.REQUESTS)
+    assert refused.retry_after_s == pytest.approx(20, abs=1e-3)
+    assert not (await store.admit(turn("a3"), now_s + 19.99)).allowed
+    assert (await store.admit(turn("a3"), now_s + 20)).allowed
+    assert not (await store.admit(turn("a4"), now_s + 20)).allowed
+
+
+async def test_tokens_per_minute_and_when_to_retry(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600), now_s)).allowed
+    refused = await store.admit(turn("b", 300), now_s)
+    assert (refused.allowed, refused.which) == (False, Limit.TOKENS)
+    assert refused.retry_after_s == pytest.approx(30, abs=1e-3)
+    assert not (await store.admit(turn("b", 301), now_s + 30)).allowed
+    assert (await store.admit(turn("b", 300), now_s + 30)).allowed
+
+
+async def test_a_turn_above_the_limit_can_never_be_admitted(store: Store) -> None:
+    refused = await store.admit(turn("a", 601), 1_800_000_000.0)
+    assert (refused.allowed, refused.which, refused.retry_after_s) == (False, Limit.TOKENS, None)
+    assert (await store.admit(turn("b", 600), 1_800_000_000.0)).allowed
+
+
+async def test_a_refused_turn_takes_nothing(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600), now_s)).allowed
+    for i in range(10):
+        assert (await store.admit(turn(f"b{i}", 1), now_s)).which is Limit.TOKENS
+    later_s = now_s + 60
+    assert (await store.admit(turn("c0", 200), later_s)).allowed
+    assert (await store.admit(turn("c1", 200), later_s)).allowed
+    assert (await store.admit(turn("c2", 200), later_s)).allowed
+
+
+async def test_settling_gives_back_unused_tokens_once(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    first = turn("a", 600)
+    assert (await store.admit(first, now_s)).allowed
+    await store.settle(first, used_tokens=100, now_s=now_s)
+    await store.settle(first, used_tokens=0, now_s=now_s)
+    assert not (await store.admit(turn("b", 501), now_s)).allowed
+    assert (await store.admit(turn("b", 500), now_s)).allowed
+
+
+async def test_a_refund_never_overfills(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    first = turn("a", 600, requests_per_minute=100)
+    assert (await store.admit(first, now_s)).allowed
+    await store.settle(first, used_tokens=0, now_s=now_s + 29)
+    assert (await store.admit(turn("b", 600, requests_per_minute=100), now_s + 29)).allowed
+    assert not (await store.admit(turn("c", 1, requests_per_minute=100), now_s + 29)).allowed
+
+
+async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    two = {"max_concurrent_turns": 2, "requests_per_minute": 100}
+    first, second = turn("a", **two), turn("b", **two)
+    assert (await store.admit(first, now_s)).allowed
+    assert (await store.admit(second, now_s)).allowed
+    refused = await store.admit(turn("c", **two), now_s)
+    assert (refused.which, refused.retry_after_s) == (Limit.TURNS, 1.0)
+    await store.settle(first, used_tokens=10, now_s=now_s)
+    assert (await store.admit(turn("c", **two), now_s)).allowed
+    await store.renew_turn("t", "c", 30.0, now_s + 20)
+    await store.renew_turn("t", "a", 30.0, now_s + 20)
+    assert (await store.admit(turn("d", **two), now_s + 31)).allowed, "the lease of b has ended, that of c was renewed"
+    assert not (await store.admit(turn("e", **two), now_s + 31)).allowed
+
+
+async def test_buckets_leave_no_keys_behind(redis_store: RedisStore, valkey) -> None:
+    now_s = time.time()
+    assert (await redis_store.admit(turn("a", 10), now_s)).allowed
+    client, keys = valkey.client(), k.Keys("test")
+    assert 0 < client.pttl(keys.limit("t", "requests")) <= 21_000
+    assert 0 < client.pttl(keys.limit("t", "tokens")) <= 2_000
+    assert 0 < client.pttl(keys.turns("t")) <= 31_000
+
+
+async def test_turns_add_up_per_tenant(store: Store) -> None:
+    await store.write_tenant(tenant("a", "k1"))
+    await store.write_tenant(tenant("b", "k2"))
+    assert await store.list_tenant_usage() == []
+    first = TurnRecord(
+        session_key="a/u/s", replica_id="r1", prompt_tokens=10, cached_tokens=4, completion_tokens=3, ttft_s=0.1
+    )
+    await store.record_turn(first)
+    await store.record_turn(TurnRecord(session_key="a//s2", replica_id="r2", is_failed=True, prompt_tokens=5))
+    usage = TenantUsage(tenant_id="a", turns=2, failed_turns=1, prompt_tokens=15, cached_tokens=4, completion_tokens=3)
+    assert await store.list_tenant_usage() == [usage]
+    await store.delete_tenant("a")
+    await store.write_tenant(tenant("a", "k1"))
+    assert await store.list_tenant_usage() == [], "a new tenant begins at nothing"

@@ -1,0 +1,223 @@
+"""Turns through the ingress: tried again while nothing was sent, ended when a client leaves, charged for their use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from ingress_in_process import ANSWER, EVENTS, HEAD, KEY, Service
+from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from services.ingress.replicas import MAX_ATTEMPTS
+from wisp_core.errors import EngineUnavailableError
+from wisp_core.store.interface import Admission
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        [RayActorError()],
+        [EngineUnavailableError("gone")],
+        [HEAD, RayActorError()],
+        [{"status": 503, "headers": {}}, b"{}"],
+    ],
+)
+async def test_a_turn_that_has_sent_nothing_is_tried_again(
+    service: Service, failure: list[Any], is_stream: bool
+) -> None:
+    good = [HEAD, *EVENTS] if is_stream else [HEAD, json.dumps(ANSWER).encode()]
+    service.handle.scripts = [list(failure), good]
+    reply = await service.chat(stream=is_stream)
+    assert reply.status == 200
+    first, second = service.handle.calls
+    assert first.is_cancelled
+    assert first.arguments == second.arguments, "the router knows by the turn's id where it was"
+    (usage,) = await service.store.list_sessions(10)
+    assert (usage.turns, usage.failed_turns) == (1, 0)
+    assert "wisp_ingress_retries_total 1.0" in service.telemetry.scrape()
+
+
+async def test_an_unstreamed_answer_lost_halfway_is_repeated(service: Service) -> None:
+    whole = json.dumps(ANSWER).encode()
+    service.handle.scripts = [[HEAD, whole[:10], RayActorError()], [HEAD, whole]]
+    reply = await service.chat()
+    assert (reply.status, json.loads(reply.body)) == (200, ANSWER)
+
+
+async def test_attempts_are_bounded_and_end_in_503(service: Service) -> None:
+    service.handle.scripts = [[RayActorError()] for _ in range(MAX_ATTEMPTS)]
+    reply = await service.chat(stream=True)
+    assert reply.status == 503
+    assert reply.headers["retry-after"] == "2"
+    assert reply.error["code"] == "service_unavailable"
+    assert len(service.handle.calls) == MAX_ATTEMPTS
+    (usage,) = await service.store.list_sessions(10)
+    assert usage.failed_turns == 1
+
+
+async def test_no_replica_at_all_is_503(service: Service) -> None:
+    service.handle.scripts = [[DeploymentUnavailableError(DeploymentID("Replica", "wisp"))]]
+    reply = await service.chat()
+    assert (reply.status, reply.headers["retry-after"]) == (503, "10")
+
+
+async def test_a_bug_behind_a_stream_ends_it_with_an_error_event_and_counts_as_failed(service: Service) -> None:
+    service.handle.scripts = [[HEAD, EVENTS[0], KeyError("prompt of somebody")]]
+    reply = await service.chat(stream=True)
+    last = reply.body.removeprefix(EVENTS[0])
+    assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert b"somebody" not in reply.body
+    (usage,) = await service.store.list_sessions(10)
+    assert usage.failed_turns == 1
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(service: Service) -> None:
+    two = {"choices": [{"index": 0, "delta": {"content": "i"}}], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+    service.handle.scripts = [[HEAD, EVENTS[0], b"data: " + json.dumps(two).encode() + b"\n\n", RayActorError()]]
+    reply = await service.chat(stream=True)
+    assert reply.status == 200
+    first, second, last = reply.body.removesuffix(b"\n\n").split(b"\n\n")
+    assert first + b"\n\n" == EVENTS[0]
+    assert json.loads(second.removeprefix(b"data: "))["choices"] == two["choices"]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert b"[DONE]" not in reply.body
+    (usage,) = await service.store.list_sessions(10)
+    assert (usage.failed_turns, usage.completion_tokens) == (1, 2)
+
+
+async def test_a_client_that_leaves_cancels_its_turn_and_gets_unused_tokens_back() -> None:
+    service = Service(tokens_per_minute=520)
+    is_waiting = asyncio.Event()
+    service.handle.scripts = [[HEAD, EVENTS[0], EVENTS[1], is_waiting.wait], [HEAD, *EVENTS]]
+    await service.chat(stream=True, max_tokens=400, leaves_after=1)
+    assert service.handle.calls[0].is_cancelled
+    reply = await service.chat(stream=True, max_tokens=400)
+    assert reply.status == 200
+    assert 'status="499"' in service.telemetry.scrape()
+
+
+async def test_a_client_that_leaves_while_the_answer_starts_cancels_its_turn(service: Service) -> None:
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, EVENTS[0], forever.wait]]
+
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    reply = await service.gateway.turn(
+        "/v1/chat/completions", {}, body, await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    )
+    assert not isinstance(reply.body, bytes)
+    await reply.body.aclose()
+    await service.gateway.drain()
+    assert service.handle.calls[0].is_cancelled
+    assert (await service.store.list_sessions(1))[0].turns == 1
+
+
+async def test_a_client_that_leaves_while_its_turn_is_admitted_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(max_concurrent_turns=1)
+    admit, is_counted = service.store.admit, asyncio.Event()
+
+    async def admit_slowly(*arguments: Any) -> Admission:
+        admission = await admit(*arguments)
+        is_counted.set()
+        await asyncio.sleep(10)
+        return admission
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store, "admit", admit_slowly)
+        leaving = asyncio.create_task(service.chat())
+        await is_counted.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    await service.gateway.drain()
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+
+
+async def test_leaving_an_unstreamed_turn_is_no_way_around_the_quota() -> None:
+    service = Service(tokens_per_minute=600)
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, forever.wait]]
+    tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}).encode()
+    turn = asyncio.create_task(service.gateway.turn("/v1/chat/completions", {}, body, tenant))
+    await asyncio.sleep(0.05)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    await service.gateway.drain()
+    assert service.handle.calls[0].is_cancelled
+    assert (await service.chat(max_tokens=400)).status == 429
+
+
+async def test_a_prompt_that_cannot_be_answered_costs_nothing() -> None:
+    service = Service(tokens_per_minute=600)
+    engine = json.dumps({"error": {"message": "too long"}}).encode()
+    for _ in range(5):
+        service.handle.scripts = [[{"status": 400, "headers": {}}, engine]]
+        assert (await service.chat(max_tokens=100_000)).status == 400
+
+
+async def test_serving_goes_on_without_the_store(service: Service) -> None:
+    service.store.is_available = False
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+
+
+async def test_a_stream_left_early_is_charged_by_tokens_and_not_by_events() -> None:
+    service = Service(tokens_per_minute=520)
+    usage = {"prompt_tokens": 20, "completion_tokens": 300, "total_tokens": 320}
+    many = {"choices": [{"index": 0, "delta": {"content": "three hundred tokens"}}], "usage": usage}
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, b"data: " + json.dumps(many).encode() + b"\n\n", forever.wait]]
+    reply = await service.chat(stream=True, max_tokens=400, leaves_after=1)
+    assert b"usage" not in reply.body
+    assert (await service.chat(stream=True, max_tokens=250)).status == 429
+    service.handle.scripts = [[HEAD, *EVENTS]]
+    assert (await service.chat(stream=True, max_tokens=150)).status == 200
+    (session, *_) = sorted(await service.store.list_sessions(10), key=lambda one: -one.completion_tokens)
+    assert (session.prompt_tokens, session.completion_tokens) == (20, 300)
+
+
+ENGINE_FAILED = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_schema_that_the_engine_cannot_compile_is_the_client_s_error(service: Service, is_stream: bool) -> None:
+    body = json.dumps(ENGINE_FAILED).encode()
+    failed = [HEAD, b"data: " + body + b"\n\ndata: [DONE]\n\n"] if is_stream else [{**HEAD, "status": 500}, body]
+    service.handle.scripts = [failed]
+    reply = await service.chat(stream=is_stream, response_format=SCHEMA)
+    assert (reply.status, reply.error["code"]) == (400, "invalid_json_schema")
+    service.handle.scripts = [failed]
+    assert (await service.chat(stream=is_stream)).status == 500, "without a schema it is the engine's error"
+
+
+async def test_a_stream_whose_first_word_is_an_error_has_that_status(service: Service) -> None:
+    error = {"error": {"message": "temperature is odd", "type": "BadRequestError", "param": "temperature", "code": 400}}
+    service.handle.scripts = [[HEAD, b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n"]]
+    reply = await service.chat(stream=True)
+    assert (reply.status, reply.error["param"]) == (400, "temperature")
+    assert service.handle.calls[0].is_cancelled
+
+
+async def test_a_schema_that_fails_after_the_first_event_ends_the_stream_with_the_client_s_error(
+    service: Service,
+) -> None:
+    service.handle.scripts = [[HEAD, EVENTS[0], b"data: " + json.dumps(ENGINE_FAILED).encode() + b"\n\n"]]
+    reply = await service.chat(stream=True, response_format=SCHEMA)
+    last = reply.body.removeprefix(EVENTS[0]).removeprefix(b"data: ")
+    assert json.loads(last)["error"]["code"] == "invalid_json_schema"
+    (usage,) = await service.store.list_sessions(1)
+    assert usage.failed_turns == 0

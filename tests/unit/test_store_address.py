@@ -1,0 +1,71 @@
+"""A password of the store stays in its file: nothing that Serve keeps of a deployment holds it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from services.app import Service, WithoutShutdownNoise
+from services.config import ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.secret_files import secret_path
+from services.store_address import StoreAddress, without_password
+
+PASSWORD = "p:w/d@1"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "password"),
+    [
+        ("redis://h:6379/0", "redis://h:6379/0", None),
+        ("redis://:p%3Aw%2Fd%401@h:6379/0", "redis://h:6379/0", PASSWORD),
+        ("rediss://me:p%3Aw%2Fd%401@[::1]:6379/2?a=b", "rediss://me@[::1]:6379/2?a=b", PASSWORD),
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1", None),
+    ],
+)
+def test_a_url_and_its_password_part(url: str, shown: str, password: str | None) -> None:
+    assert without_password(url) == (shown, password)
+
+
+def configured(tmp_path: Path, url: str | None) -> ServiceConfig:
+    return ServiceConfig(
+        state_dir=tmp_path,
+        model=ModelSettings(path="models/tiny"),
+        replica=ReplicaSettings(vram_budget_bytes=1 << 20),
+        redis=RedisSettings(url=url),
+        tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
+    )
+
+
+def test_what_goes_to_the_parts_of_a_service_holds_no_password(tmp_path: Path) -> None:
+    service = Service(configured(tmp_path, "redis://me:p%3Aw%2Fd%401@h:6379/0"))
+    address = service._store_address
+    assert address.password_file == secret_path(tmp_path, "redis-url")
+    assert address.password_file.read_text().strip() == PASSWORD
+    assert stat.S_IMODE(address.password_file.stat().st_mode) == 0o600
+    secrets = (PASSWORD, "p%3Aw%2Fd%401", service.secrets.admin_key, service.secrets.cache_salt_key)
+    deployed = service.config.model_dump_json() + address.model_dump_json() + repr(service._application())
+    assert not any(secret in deployed for secret in secrets)
+    # A URL that no longer has a password must not leave the old one behind.
+    assert Service(configured(tmp_path, "redis://h:6379/0"))._store_address.password_file is None
+    assert not secret_path(tmp_path, "redis-url").exists()
+
+
+async def test_the_file_s_password_opens_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "redis.key"
+    path.write_text(PASSWORD + "\n")
+    store = StoreAddress(url="redis://me@h:6379/0", password_file=path, service="s").open()
+    options = store._connection.client.connection_pool.connection_kwargs
+    assert (options["username"], options["password"]) == ("me", PASSWORD)
+    await store.close()
+
+
+def test_only_ray_s_false_alarm_is_kept_from_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    stream = WithoutShutdownNoise(sys.stdout)
+    stream.write("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries\n")
+    stream.write("(raylet) something else failed\n")
+    stream.flush()
+    assert capsys.readouterr().out == "(raylet) something else failed\n"

@@ -1,0 +1,168 @@
+"""Tenants of a running service: the admin API, and what keys and limits do afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service, declare
+
+from services.ingress.tenants import TenantDirectory
+from wisp_core.contracts import Isolation
+from wisp_core.store.memory_store import MemoryStore
+
+TENANTS = "/wisp/tenants"
+
+
+@pytest.fixture
+async def service() -> Service:
+    service = Service()
+    await service.tenants.refresh()
+    return service
+
+
+async def status_with(service: Service, key: str) -> int:
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    return (await service.chat(headers={"authorization": f"Bearer {key}"})).status
+
+
+async def test_a_tenant_is_added_used_listed_and_removed(service: Service) -> None:
+    added = await service.admin(TENANTS, "POST", tenant_id="new", weight=2.0, tokens_per_minute=50_000)
+    assert added.status == 201
+    tenant = json.loads(added.body)
+    key = tenant.pop("key")
+    assert (tenant["weight"], tenant["kv_share"], tenant["isolation"]) == (2.0, 1.0, "shared")
+    assert tenant["keys"] == [hashlib.sha256(key.encode()).hexdigest()[:8]]
+    assert await status_with(service, key) == 200
+    listed = {one["tenant_id"]: one for one in json.loads((await service.admin(TENANTS)).body)["tenants"]}
+    assert set(listed) == {"a", "b", "new"}
+    assert listed["new"]["usage"] == {
+        "turns": 1,
+        "failed_turns": 0,
+        "prompt_tokens": 7,
+        "cached_tokens": 4,
+        "completion_tokens": 3,
+    }
+    assert listed["a"]["usage"]["turns"] == 0
+    assert key not in (await service.admin(TENANTS)).body.decode()
+    assert (await service.admin(f"{TENANTS}/new", "DELETE")).status == 204
+    assert await status_with(service, key) == 401
+    assert (await service.admin(f"{TENANTS}/new", "DELETE")).status == 404
+
+
+async def test_rotating_ends_the_old_key_or_keeps_it_for_a_while(service: Service) -> None:
+    first = json.loads((await service.admin(TENANTS, "POST", tenant_id="new")).body)["key"]
+    second = json.loads((await service.admin(f"{TENANTS}/new/rotate", "POST", keep_old=True)).body)["key"]
+    assert [await status_with(service, key) for key in (first, second)] == [200, 200]
+    third = json.loads((await service.admin(f"{TENANTS}/new/rotate", "POST")).body)["key"]
+    assert [await status_with(service, key) for key in (first, second, third)] == [401, 401, 200]
+
+
+async def test_the_file_s_tenants_get_new_keys_in_their_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.key"
+    path.write_text(KEY)
+    service = Service(key_file=path)
+    await service.tenants.refresh()
+    rotated = json.loads((await service.admin(f"{TENANTS}/a/rotate", "POST")).body)["key"]
+    assert path.read_text().strip() == rotated
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [await status_with(service, key) for key in (KEY, rotated)] == [401, 200]
+    # Of b the file has only the hash, and neither can be removed while the file declares it.
+    assert (await service.admin(f"{TENANTS}/b/rotate", "POST")).status == 409
+    assert (await service.admin(f"{TENANTS}/a", "DELETE")).status == 409
+    assert await status_with(service, OTHER_KEY) == 200
+
+
+async def test_limits_change_while_the_service_runs(service: Service) -> None:
+    reply = await service.admin(f"{TENANTS}/a", "PATCH", requests_per_minute=1, weight=0.5)
+    limits = json.loads(reply.body)
+    assert (limits["requests_per_minute"], limits["weight"], limits["tokens_per_minute"]) == (1, 0.5, 10_000)
+    assert await status_with(service, KEY) == 200
+    assert service.handle.calls[-1].arguments["weight"] == 0.5
+    assert (await service.chat()).status == 429
+    assert await status_with(service, OTHER_KEY) == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tenant_id": "A B"},
+        {},
+        {"tenant_id": "x", "weight": 0.0},
+        {"tenant_id": "x", "kv_share": 1.5},
+        {"tenant_id": "x", "requests_per_minute": "5"},
+        {"tenant_id": "x", "isolation": "dedicated"},
+        {"tenant_id": "x", "key_sha256": ["0"]},
+    ],
+)
+async def test_what_cannot_be_set_is_refused(service: Service, fields: dict[str, object]) -> None:
+    reply = await service.admin(TENANTS, "POST", **fields)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+async def test_a_tenant_cannot_be_added_twice(service: Service) -> None:
+    assert (await service.admin(TENANTS, "POST", tenant_id="b")).status == 409
+    assert (await service.admin(f"{TENANTS}/nobody", "PATCH", weight=2.0)).status == 404
+
+
+async def test_nothing_is_changed_without_the_store(service: Service) -> None:
+    service.store.is_available = False
+    assert (await service.admin(TENANTS)).status == 503
+    assert (await service.admin(TENANTS, "POST", tenant_id="new")).status == 503
+
+
+@pytest.mark.parametrize("key", [None, KEY, "", f"{ADMIN_KEY}x"])
+async def test_every_door_of_the_operator_takes_the_admin_key(service: Service, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    doors = [("GET", TENANTS), ("POST", TENANTS), ("PATCH", f"{TENANTS}/a"), ("DELETE", f"{TENANTS}/a")]
+    for method, path in [*doors, ("POST", f"{TENANTS}/a/rotate"), ("GET", "/wisp/status")]:
+        body = json.dumps({"tenant_id": "evil"}).encode()
+        assert (await service.request(path, body, method=method, headers=headers)).status == 401
+    assert [tenant.tenant_id for tenant in await service.store.list_tenants()] == ["a", "b"]
+
+
+async def test_tenants_added_at_runtime_come_back_when_the_store_was_emptied() -> None:
+    store = MemoryStore()
+    directory = TenantDirectory(store, lambda: [declare("a", "ka")])
+    await directory.refresh()
+    await store.write_tenant(declare("new", "kn").model_copy(update={"is_from_file": False}))
+    await directory.refresh()
+    directory._store = emptied = MemoryStore()
+    await directory.refresh()
+    assert [tenant.tenant_id for tenant in await emptied.list_tenants()] == ["a", "new"]
+
+
+async def test_an_ingress_that_starts_again_keeps_what_an_operator_has_set() -> None:
+    store = MemoryStore()
+    began_s = declare("a", "ka").at_s
+    first = TenantDirectory(store, lambda: [declare("a", "ka")], service_began_s=began_s)
+    await first.refresh()
+    (stored,) = await store.list_tenants()
+    await store.write_tenant(stored.model_copy(update={"requests_per_minute": 7}))
+    again = TenantDirectory(store, lambda: [declare("a", "ka")], service_began_s=began_s)
+    await again.refresh()
+    assert (await again.authenticate("Bearer ka")).requests_per_minute == 7
+    new_service = TenantDirectory(store, lambda: [declare("a", "ka")], service_began_s=stored.at_s + 1)
+    await new_service.refresh()
+    assert (await new_service.authenticate("Bearer ka")).requests_per_minute == 100
+
+
+async def test_a_dedicated_tenant_reaches_its_own_replicas_only(service: Service) -> None:
+    own = declare("own", "sk-own").model_copy(update={"isolation": Isolation.DEDICATED, "is_from_file": False})
+    await service.store.write_tenant(own)
+    await service.store.write_tenant(
+        declare("lost", "sk-lost").model_copy(update={"isolation": Isolation.DEDICATED, "is_from_file": False})
+    )
+    await service.tenants.refresh()
+    service.own_handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat(headers={"authorization": "Bearer sk-own"})).status == 200
+    assert (len(service.own_handle.calls), len(service.handle.calls)) == (1, 0)
+    assert await status_with(service, KEY) == 200
+    assert (len(service.own_handle.calls), len(service.handle.calls)) == (1, 1)
+    # Rather no answer than one from a replica that others use.
+    assert await status_with(service, "sk-lost") == 503
+    assert len(service.handle.calls) == 1
