@@ -136,6 +136,7 @@ def latency(
     model: Model = None,
     cap: Caps = None,
     baselines: Modes = None,
+    prompts: Annotated[str | None, typer.Option(help="Modes whose prompts are timed, such as resident,paged.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory of both results files.")] = None,
     log_dir: Logs = None,
     host_memory_gb: HostMemory = None,
@@ -154,6 +155,8 @@ def latency(
     decode_config = dataclasses.replace(decode_config, **changes)
     engine = _engine(prefill_config.engine, model, "trace", host_memory_gb)
     prefill_config = dataclasses.replace(prefill_config, engine=engine)
+    if prompts is not None:
+        prefill_config = dataclasses.replace(prefill_config, modes=tuple(_mode(name) for name in prompts.split(",")))
     parts = (
         (decode_config, summary.decode_summary, _DECODE_COLUMNS),
         (prefill_config, summary.prefill_summary, _PREFILL_COLUMNS),

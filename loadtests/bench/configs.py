@@ -53,10 +53,10 @@ class DecodeConfig:
     baselines: tuple[tuple[Mode, float], ...]  # each with the share of the experts that it may keep
     batches: tuple[int, ...] = (1, 4, 8)
     prompt_tokens: int = 32
-    warmup_tokens: int = 16  # of an answer, not timed: the working set settles
-    timed_tokens: int = 32
-    baseline_warmup_tokens: int = 4  # of a baseline, whose steps may take most of a second and have no state
-    baseline_timed_tokens: int = 12
+    warmup_tokens: int = 12  # of an answer, not timed: the working set settles
+    timed_tokens: int = 24
+    baseline_warmup_tokens: int = 2  # of a baseline, whose steps may take most of a second and have no state
+    baseline_timed_tokens: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class PrefillConfig:
     batches: tuple[int, ...] = (1, 4)
     chunk_tokens: tuple[int, ...] = (2048, 8192)
     repeats: int = 2
-    enough_s: float = 2.5  # of one kind: a pass over all experts takes most of a second
+    enough_s: float = 1.5  # of one kind: a pass over all experts takes most of a second
     baseline_enough_s: float = 1.0
     baseline_max_total_tokens: int = 8000
 

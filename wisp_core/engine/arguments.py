@@ -17,6 +17,7 @@ _OWNED = {
     "scheduler_cls": "WiSP's scheduler moves the KV blocks",
     "num_gpu_blocks_override": "vram_budget_bytes sizes the KV cache",
     "kv_cache_memory_bytes": "vram_budget_bytes sizes the KV cache",
+    "gpu_memory_utilization": "vram_budget_bytes is the engine's share of the card",
     "kv_transfer_config": "blocks that a connector reads must not be unmapped",
 }
 _CPU = {
@@ -27,6 +28,8 @@ _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GPU = {
     "worker_cls": "wisp_core.engine.gpu_worker.WispGPUWorker",
     "scheduler_cls": "wisp_core.engine.scheduler.WispAsyncScheduler",
+    # vLLM refuses to start where less of the whole card is free, though the KV cache has a size of its own here.
+    "gpu_memory_utilization": 0.01,
 }
 
 

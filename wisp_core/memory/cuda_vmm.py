@@ -46,6 +46,7 @@ class _PagePool:
         self.page_bytes = int(_call(driver.cuMemGetAllocationGranularity(self._properties, granularity)))
         self.num_pages = 0
         self.free: list[Any] = []
+        self._filler: Any = None
 
     def take(self, num_pages: int) -> list[Any]:
         """Pages with any content. Raises MemoryError with nothing changed."""
@@ -62,11 +63,12 @@ class _PagePool:
         del self.free[len(self.free) - num_pages :]
         return taken
 
-    def make_filler(self) -> Any:
-        """`_FILLER_PAGES` pages in one piece, which count as pages for good."""
-        filler = _call(driver.cuMemCreate(_FILLER_PAGES * self.page_bytes, self._properties, 0))
-        self.num_pages += _FILLER_PAGES
-        return filler
+    def filler(self) -> Any:
+        """`_FILLER_PAGES` pages in one piece, always the same ones, which count as pages for good."""
+        if self._filler is None:
+            self._filler = _call(driver.cuMemCreate(_FILLER_PAGES * self.page_bytes, self._properties, 0))
+            self.num_pages += _FILLER_PAGES
+        return self._filler
 
     def trim(self) -> None:
         """Return the free pages to the driver."""
@@ -257,7 +259,7 @@ class CudaBacking:
         torch.zeros(1, device=self.device)  # the driver calls need the device's context
         index = self.device.index
         self._pool = _PagePool(torch.cuda.current_device() if index is None else index)
-        self._filler = self._pool.make_filler() if has_filler else None
+        self._filler = self._pool.filler() if has_filler else None
         self.page_bytes = self._pool.page_bytes
 
     def reserve(self, name: str, num_bytes: int) -> CudaRegion:
@@ -267,8 +269,7 @@ class CudaBacking:
     def with_filler(self) -> CudaBacking:
         """A backing with the same pages whose regions have a filler."""
         backing = copy.copy(self)
-        if backing._filler is None:
-            backing._filler = self._pool.make_filler()
+        backing._filler = self._pool.filler()
         return backing
 
     def physical_bytes(self) -> int:

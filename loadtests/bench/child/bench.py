@@ -45,8 +45,12 @@ class Bench:
 
     def set_cap(self, cap: int) -> None:
         """Change the slots per layer, where there is a pager."""
-        if self.pager is not None and self.pager.cap != cap:
-            self.pager.set_cap(cap)
+        if self.pager is None or self.pager.cap == cap:
+            return
+        self.pager.set_cap(cap)
+        backing = getattr(self.pager, "backing", None)
+        if hasattr(backing, "trim"):  # pages that no slot needs count as the process's
+            backing.trim()
 
     def set_chunk_tokens(self, num_tokens: int) -> None:
         """Let a step compute at most so many tokens; the engine was started for as many or more."""
