@@ -53,6 +53,9 @@ class MemoryLayout(Value):
     num_layers: int = Field(gt=0, description="MoE layers that are paged.")
     num_experts: int = Field(gt=0, description="Experts per layer (E).")
     top_k: int = Field(gt=0)
+    is_paged: bool = Field(
+        default=True, description="False: the whole model fits, vLLM's own layers hold every expert, min_cap is E."
+    )
     min_cap: int = Field(gt=0, description="Smallest cap that is served, at least top_k.")
     experts_bytes_by_cap: tuple[int, ...] = Field(
         description="Index C: bytes of the expert pool at cap C over all layers, whole pages; length E + 1."

@@ -36,6 +36,17 @@ class WispSettings(BaseModel):
         "taken as it is, so that the KV capacity is known before the start (`wisp plan` gives it), and an engine that "
         "needs more is refused; None: as measured at start.",
     )
+    bypass_if_it_fits: bool = Field(
+        default=True,
+        description="Page nothing when all experts fit: vLLM's own layers then run, and memory does not move. With a "
+        "budget that is so when no cap is set and dense weights, activations, all experts and the KV cache fit it; "
+        "without one when the cap is the number of experts.",
+    )
+    declared_kv_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens of KV cache that must fit beside all experts, or they are paged. None: max_model_len.",
+    )
     min_cap: int | None = Field(default=None, gt=0, description="Smallest cap a plan may ask for; None: top-k.")
     emulated_link_bytes_per_s: float | None = Field(
         default=None,

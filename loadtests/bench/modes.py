@@ -46,7 +46,7 @@ def mode_arguments(mode: Mode, shape: Shape, cap: int) -> ModeArguments:
     if mode is Mode.RESIDENT:
         return ModeArguments()
     if mode is Mode.PAGED:
-        return ModeArguments({"additional_config": {"wisp": {"cap": cap, "min_cap": cap}}})
+        return ModeArguments({"additional_config": {"wisp": {"cap": cap, "min_cap": cap, "bypass_if_it_fits": False}}})
     offload_bytes = shape.layers * (shape.experts - cap) * shape.expert_bytes
     if offload_bytes <= 0:
         raise ValueError(f"{mode.value}: nothing to offload at cap {cap} of {shape.experts}")

@@ -155,7 +155,7 @@ def resize_jobs(config: ResizeConfig, model: Model) -> list[NamedJob]:
     engine_args = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
     job = ResizeJob(
         engine=_sized_engine_job(config.engine, model, engine_args),
-        wisp={"vram_budget_bytes": config.budget_bytes, **config.engine.wisp},
+        wisp={"vram_budget_bytes": config.budget_bytes, "bypass_if_it_fits": False, **config.engine.wisp},
         step_bytes=config.step_bytes,
         resizes=config.resizes,
         resizes_under_traffic=config.resizes_under_traffic,
@@ -178,7 +178,7 @@ def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:
     for budget_bytes in config.budgets_bytes:
         job = BudgetJob(
             engine=_sized_engine_job(config.engine, model, engine_args),
-            wisp={"vram_budget_bytes": budget_bytes, **config.engine.wisp},
+            wisp={"vram_budget_bytes": budget_bytes, "bypass_if_it_fits": False, **config.engine.wisp},
             prompt_tokens=config.prompt_tokens,
             batch=config.batch,
             resizes=config.resizes,
@@ -214,7 +214,11 @@ def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
         for mode, caps in ((Mode.RESIDENT, (shape.experts,)), (Mode.PAGED, config.caps)):
             jobs.append((f"{mode.value}-{kind}", job(_engine_job(engine, model, mode, caps[0], limits), caps)))
     sized = _sized_engine_job(with_graphs, model, {**limits, "enable_prefix_caching": False})
-    wisp: dict[str, object] = {"vram_budget_bytes": config.budget_bytes, **config.engine.wisp}
+    wisp: dict[str, object] = {
+        "vram_budget_bytes": config.budget_bytes,
+        "bypass_if_it_fits": False,
+        **config.engine.wisp,
+    }
     return [*jobs, ("paged-resized", job(sized, config.splits, wisp))]
 
 

@@ -60,9 +60,10 @@ def _split(split: dict[str, Any]) -> str:
 def _print_replica(replica: dict[str, Any], console: Console) -> None:
     one, kv = replica["snapshot"], replica["snapshot"]["kv"]
     state = "stale" if replica["is_stale"] else "serving" if one["is_healthy"] else "engine down"
+    split = _split(one["split"]) if one["layout"]["is_paged"] else f"not paged, {one['split']['kv_blocks']} blocks"
     _print_entry(
         console,
-        f"{one['replica_id']}  {'resizing' if one['is_resizing'] else state}; {_split(one['split'])}, "
+        f"{one['replica_id']}  {'resizing' if one['is_resizing'] else state}; {split}, "
         f"{kv['used_blocks']} of them used",
         f"{one['resident_bytes'] / 2**20:.1f} MiB resident of {one['budget_bytes'] / 2**20:.1f}; "
         f"{kv['running_turns']} running, {kv['waiting_turns']} waiting; "

@@ -83,21 +83,12 @@ def test_a_restarted_engine_does_not_read_the_experts(model: Path, store_dir: Pa
     assert ask(model, store_dir, **arguments) != expected
 
 
-def test_two_engines_share_one_copy(model: Path, store_dir: Path) -> None:
-    with engine(model, store_dir) as first:
-        expected = answers(first.generate(PROMPTS[:2], SAMPLING[:2]))
-        (directory,) = store_dir.iterdir()
-        size_bytes = sum(path.stat().st_blocks * 512 for path in directory.iterdir())
-        with engine(model, store_dir) as second:
-            assert answers(second.generate(PROMPTS[:2], SAMPLING[:2])) == expected
-            assert list(store_dir.iterdir()) == [directory]
-            assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) == size_bytes
-
-
-def test_a_changed_checkpoint_is_read_anew_and_the_old_copy_goes(model: Path, store_dir: Path) -> None:
+def test_a_changed_checkpoint_is_read_anew(model: Path, store_dir: Path) -> None:
     ask(model, store_dir)
     (old,) = store_dir.iterdir()
     os.utime(next(model.glob("*.safetensors")))
     ask(model, store_dir)
-    (new,) = store_dir.iterdir()
-    assert new != old
+    # The old one goes as well once no process uses it, which this one still may (tests/unit/test_host_files.py).
+    new = {path for path in store_dir.iterdir() if path != old}
+    assert len(new) == 1
+    assert (new.pop() / "ready").exists()

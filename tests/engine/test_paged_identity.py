@@ -128,7 +128,7 @@ def test_tokens_and_logprobs_equal_the_resident_engine(open_engine: EngineFactor
     assert len(expected) == 22
     assert len({tokens for tokens, _ in expected}) > 16
 
-    with open_engine({"cap": arguments.first_cap}, **arguments.engine()) as llm:
+    with open_engine({"cap": arguments.first_cap, "bypass_if_it_fits": False}, **arguments.engine()) as llm:
         pager = current_pager()
         assert pager is not None
         for cap in sorted(CAPS, key=lambda cap: cap != arguments.first_cap):

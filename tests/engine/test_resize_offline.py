@@ -28,7 +28,7 @@ from wisp_core.errors import IntegrityError
 from wisp_core.memory import smaps
 from wisp_core.settings import WispSettings
 
-SETTINGS = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES)
+SETTINGS = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES, bypass_if_it_fits=False)
 FLOOR_BLOCKS = 16  # max_model_len 512 / block 32
 
 

@@ -12,7 +12,7 @@ from wisp_core.engine.offline import OfflineEngine
 from wisp_core.errors import ConfigurationError
 from wisp_core.settings import WispSettings
 
-SETTINGS = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES)
+SETTINGS = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES, bypass_if_it_fits=False)
 
 
 def test_a_budget_that_cannot_hold_the_floor_is_refused_with_one_that_can(tiny_model: Path) -> None:

@@ -26,7 +26,7 @@ SESSIONS = [f"acme/u{number % 2}/s{number}" for number in range(6)]
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[OfflineEngine]:
-    settings = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES)
+    settings = WispSettings(vram_budget_bytes=BUDGET_BYTES, activation_bytes=ACTIVATION_BYTES, bypass_if_it_fits=False)
     engine = OfflineEngine(str(tiny_model), {**ENGINE_ARGS, "max_num_seqs": 3}, settings)
     yield engine
     engine.shutdown()

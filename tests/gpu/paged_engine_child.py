@@ -95,7 +95,7 @@ def run_fixed_budget(model: str, arguments: dict[str, Any], caps: list[int], bud
 def run_caps(model: str, arguments: dict[str, Any], caps: list[int]) -> dict[str, Any]:
     """Plain vLLM with the pager's layer, or without it for no caps."""
     if caps:
-        settings = WispSettings(cap=max(caps), host_memory_bytes=HOST_BYTES)
+        settings = WispSettings(cap=max(caps), host_memory_bytes=HOST_BYTES, bypass_if_it_fits=False)
         arguments = {**arguments, "additional_config": {"wisp": settings.model_dump(exclude_none=True)}}
     llm = LLM(model=model, kv_cache_memory_bytes=2 << 30, **arguments)
     if not caps:

@@ -78,7 +78,9 @@ def test_a_decode_run_is_resident_then_paged_then_baselines(tmp_path: Path) -> N
     assert len(jobs) == 2 + len(config.baselines)
     decode = [job for _, job in jobs if isinstance(job, DecodeJob)]
     assert decode[1].caps == (16, 32, 64, 96, 128)
-    assert decode[1].engine.engine_args["additional_config"] == {"wisp": {"cap": 16, "min_cap": 16}}
+    assert decode[1].engine.engine_args["additional_config"] == {
+        "wisp": {"cap": 16, "min_cap": 16, "bypass_if_it_fits": False}
+    }
     # Nothing but the mode's own arguments differs.
     own = {"additional_config", "cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_params"}
     own |= {"offload_group_size", "offload_num_in_group", "offload_prefetch_step"}
@@ -138,7 +140,7 @@ def test_a_budget_run_has_an_engine_for_each_budget(tmp_path: Path) -> None:
 def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:
     ((_, job),) = resize_jobs(configs.resize_cpu(), find_model("tiny", tmp_path))
     assert isinstance(job, ResizeJob)
-    assert job.wisp == {"vram_budget_bytes": 128 << 20}
+    assert job.wisp == {"vram_budget_bytes": 128 << 20, "bypass_if_it_fits": False}
     assert "kv_cache_memory_bytes" not in job.engine.engine_args
 
 

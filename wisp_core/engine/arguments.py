@@ -44,7 +44,9 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
     if problems:
         raise ConfigurationError("engine arguments: " + "; ".join(problems))
     # The engine starts with few experts; the first resize, before any request, brings the configured cap.
-    at_start = settings.model_copy(update={"cap": None})
+    at_start = settings.model_copy(
+        update={"cap": None, "bypass_if_it_fits": settings.bypass_if_it_fits and settings.cap is None}
+    )
     return {
         **_defaults(),
         **({"load_format": LOAD_FORMAT} if settings.host_store_dir is not None else {}),

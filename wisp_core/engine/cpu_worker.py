@@ -7,10 +7,11 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from wisp_core.engine.cpu_seeds import CpuSeedsMixin
-from wisp_core.engine.step_rows import StepRows
+from wisp_core.engine.step_rows import StepRows, step_kind
 from wisp_core.engine.worker import WispWorkerMixin
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.memory.region import Backing
+from wisp_core.pager.resident_experts import ResidentExperts
 
 
 class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[misc]
@@ -24,10 +25,16 @@ class WispCPUWorker(CpuSeedsMixin, WispWorkerMixin, CPUWorker):  # type: ignore[
             self.model_runner.warming_up_model()
 
     def _wisp_begin_step(self, scheduler_output: Any) -> None:
-        self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
+        if isinstance(self._wisp_pager, ResidentExperts):
+            self._wisp_pager.begin_step(*step_kind(scheduler_output))
+        else:
+            self._wisp_tally.begin_step(StepRows(scheduler_output, self.model_runner))
 
     def _wisp_end_step(self) -> None:
-        self._wisp_tally.end_step()
+        if isinstance(self._wisp_pager, ResidentExperts):
+            self._wisp_pager.end_step()
+        else:
+            self._wisp_tally.end_step()
 
     def _wisp_synchronize(self) -> None:
         return

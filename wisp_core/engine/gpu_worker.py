@@ -8,8 +8,10 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
+from wisp_core.engine.step_rows import step_kind
 from wisp_core.engine.worker import WispWorkerMixin
 from wisp_core.memory.region import Backing
+from wisp_core.pager.resident_experts import ResidentExperts
 
 if TYPE_CHECKING:
     from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
@@ -22,11 +24,13 @@ _UNSEEN_BYTES = 1 << 30
 class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
     """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device."""
 
-    _wisp_pager: DevicePager
+    _wisp_pager: DevicePager | ResidentExperts
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
         super().load_model(*args, **kwargs)
+        assert not isinstance(self._wisp_pager, ResidentExperts), "only a loaded model can be found to fit"
+        self._wisp_pages = self._wisp_pager.backing
         self._wisp_pager.begin_step(0, is_prefill=False)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -37,7 +41,10 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
 
     def _wisp_backing(self) -> Backing:
         # A padded row may read or write any block, so addresses without pages must not fault.
-        return self._wisp_pager.backing.with_filler()
+        return self._wisp_pages.with_filler()
+
+    def _wisp_trim(self) -> None:
+        self._wisp_pages.trim()
 
     def _wisp_profile(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -50,8 +57,8 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         return max(0, peak_bytes - weights_bytes) + max(_UNSEEN_BYTES, self._wisp_settings.activation_bytes)
 
     def _wisp_begin_step(self, scheduler_output: Any) -> None:
-        is_prefill = any(num_tokens > 1 for num_tokens in scheduler_output.num_scheduled_tokens.values())
-        self._wisp_pager.begin_step(scheduler_output.total_num_scheduled_tokens, is_prefill=is_prefill)
+        num_tokens, is_prefill = step_kind(scheduler_output)
+        self._wisp_pager.begin_step(num_tokens, is_prefill=is_prefill)
 
     def _wisp_end_step(self) -> None:
         self._wisp_pager.end_step()

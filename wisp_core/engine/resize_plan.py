@@ -82,6 +82,8 @@ def plan_move(
 
 
 def _impossible(layout: MemoryLayout, budget_bytes: int, target: Split, usable_after: int) -> str | None:
+    if not layout.is_paged and target.cap != layout.num_experts:
+        return f"the whole model fits, so its {layout.num_experts} experts are not paged and there is nothing to move"
     if not layout.min_cap <= target.cap <= layout.num_experts:
         return f"cap {target.cap} is outside [{layout.min_cap}, {layout.num_experts}]"
     if usable_after > layout.max_kv_blocks:

@@ -27,6 +27,12 @@ class PrefillRows:
     session_key: str
 
 
+def step_kind(scheduler_output: Any) -> tuple[int, bool]:
+    """Tokens of a step, and whether it is a prefill: one that computes more than one token of some request."""
+    counts = scheduler_output.num_scheduled_tokens.values()
+    return int(scheduler_output.total_num_scheduled_tokens), any(num_tokens > 1 for num_tokens in counts)
+
+
 class StepRows:
     """Rows of one step, read from vLLM's batch once the step has begun.
 

@@ -6,6 +6,7 @@ checkout on PYTHONPATH, Ray's working_dir). Every added method starts with ``wis
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from wisp_core.memory.kv_demand import blocks_of
 from wisp_core.memory.layout import kv_groups_beside
 from wisp_core.memory.region import Backing
 from wisp_core.pager.interface import ExpertPager
+from wisp_core.pager.paged_experts import paged_layers
 from wisp_core.pager.plugin import register
 from wisp_core.pager.registry import current_pager
+from wisp_core.pager.resident_experts import ResidentExperts
 from wisp_core.settings import WispSettings
 
 register()
@@ -51,7 +54,7 @@ class WispWorkerMixin:
         self._wisp_budget_bytes = 0
         self._wisp_other_bytes = 0
         self._wisp_command_seconds = 0.0
-        self._wisp_pager: ExpertPager
+        self._wisp_pager: ExpertPager | ResidentExperts
         self._wisp_zeros: RegionForZeros
         self._wisp_memory: PooledMemory
         self._wisp_tally: SessionTally
@@ -74,15 +77,16 @@ class WispWorkerMixin:
     def determine_available_memory(self) -> int:
         """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""
         self._wisp_profile()
-        settings, pager = self._wisp_settings, self._wisp_pager
+        settings = self._wisp_settings
         dense_bytes = dense_parameter_bytes(self.model_runner.get_model())
         activation_bytes = self._wisp_activation_bytes()
         self._wisp_other_bytes = self._wisp_fixed_bytes(dense_bytes + activation_bytes)
         self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
-        experts_bytes = pager.experts_bytes_by_cap()[self._wisp_min_cap]
         specs = self.get_kv_cache_spec()
         group_blocks, block_bytes = block_group(specs, self._wisp_backing().page_bytes)
         group_bytes = group_blocks * block_bytes
+        self._wisp_bypass_if_it_fits(group_blocks, group_bytes)
+        experts_bytes = self._wisp_pager.experts_bytes_by_cap()[self._wisp_min_cap]
         num_groups = kv_groups_beside(experts_bytes, pooled_bytes=self._wisp_budget_bytes, group_bytes=group_bytes)
         needed = blocks_of(self.vllm_config.model_config.max_model_len, self.vllm_config.cache_config.block_size) + 1
         if num_groups * group_blocks < needed:
@@ -144,6 +148,7 @@ class WispWorkerMixin:
             num_layers=pager.num_layers,
             num_experts=pager.num_experts,
             top_k=pager.top_k,
+            is_paged=not isinstance(pager, ResidentExperts),
             min_cap=self._wisp_min_cap,
             experts_bytes_by_cap=pager.experts_bytes_by_cap(),
             expert_bytes=pager.expert_bytes,
@@ -207,6 +212,38 @@ class WispWorkerMixin:
         """Proves that the worker answers."""
         return os.getpid()
 
+    # -- all experts fit ------------------------------------------------------------------------------------------
+
+    def _wisp_bypass_if_it_fits(self, group_blocks: int, group_bytes: int) -> None:
+        """Give every expert its place for good when the budget allows it beside the KV cache that is asked for."""
+        settings, pager = self._wisp_settings, self._wisp_pager
+        if isinstance(pager, ResidentExperts):
+            return
+        experts_bytes = pager.experts_bytes_by_cap()[-1]
+        tokens = max(self.vllm_config.model_config.max_model_len, settings.declared_kv_tokens or 0)
+        blocks = blocks_of(tokens, self.vllm_config.cache_config.block_size) + 1  # the null block
+        kv_bytes = -(-blocks // group_blocks) * group_bytes
+        if not settings.bypass_if_it_fits or experts_bytes + kv_bytes > self._wisp_budget_bytes:
+            return
+        pager.observer = None
+        self._wisp_pager = ResidentExperts(pager)
+        del pager
+        layers = paged_layers(self.model_runner.get_model())
+        for layer in layers:
+            layer.release_slots()
+        # Slots first, so that not even for a moment more than all experts is held.
+        gc.collect()
+        self._wisp_trim()
+        for layer in layers:
+            layer.hold_experts()
+        logger.info(
+            "WiSP: the whole model fits: %d bytes of experts and %d of KV cache within the %d that weights and "
+            "activations leave, so nothing is paged and no memory moves (bypass_if_it_fits)",
+            experts_bytes,
+            kv_bytes,
+            self._wisp_budget_bytes,
+        )
+
     @contextmanager
     def _wisp_timed(self) -> Iterator[None]:
         """Count a command's time, in which the engine runs no step."""
@@ -220,6 +257,8 @@ class WispWorkerMixin:
 
     @property
     def _wisp_min_cap(self) -> int:
+        if isinstance(self._wisp_pager, ResidentExperts):
+            return self._wisp_pager.num_experts
         return self._wisp_settings.min_cap or self._wisp_pager.top_k
 
     def _wisp_backing(self) -> Backing:
@@ -232,6 +271,9 @@ class WispWorkerMixin:
     def _wisp_activation_bytes(self) -> int:
         """Bytes of activations, workspaces and whatever else is neither weights nor KV."""
         return self._wisp_settings.activation_bytes
+
+    def _wisp_trim(self) -> None:
+        """Give pages that nobody holds any more back to the system, where a backing keeps some."""
 
     def _wisp_begin_step(self, scheduler_output: Any) -> None:
         raise NotImplementedError

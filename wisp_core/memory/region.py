@@ -52,3 +52,7 @@ class FillableBacking(Backing, Protocol):
     def with_filler(self) -> Backing:
         """A backing with the same pages whose regions have a filler."""
         ...
+
+    def trim(self) -> None:
+        """Give pages that no region holds back to the system."""
+        ...

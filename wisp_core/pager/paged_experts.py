@@ -55,6 +55,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     _pager: ExpertPager | None = None
     _pager_index: int = 0
     _run: RunLayer
+    _host_tensors: Mapping[str, torch.Tensor]
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
         """Where vLLM chooses the layer's kernel, before it creates weights: the place to refuse and to intercept."""
@@ -62,7 +63,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
         additional_config = vllm_config.additional_config
         settings = WispSettings.from_additional_config(additional_config if isinstance(additional_config, dict) else {})
-        if settings is None:
+        if settings is None or _is_bypassed(settings, moe_config):
             return quant_method
         refuse_unsupported(vllm_config, moe_config, quant_method, settings)
         platform = _platform(vllm_config.device_config.device_type)
@@ -95,6 +96,32 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         """Body of the custom op."""
         return self._run(x, topk_weights, topk_ids, _describe_forward)
 
+    def release_slots(self) -> None:
+        """Let go of the pager and its slots; `hold_experts` must follow before the next forward."""
+        for name in self._host_tensors:
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
+        del self.quant_method.create_weights, self.quant_method.process_weights_after_loading  # ours; the class has its
+        self._pager, self._run = None, self._run_plain
+
+    def hold_experts(self) -> None:
+        """Be vLLM's plain layer: every expert on the device, where on CPU the host's tensors are already."""
+        for name, tensor in self._host_tensors.items():
+            parameter = self.get_parameter(name)
+            parameter.data = tensor.to(parameter.device)
+        self._host_tensors = {}
+
+    def _run_plain(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        describe: Callable[[], ForwardInfo | None],
+    ) -> torch.Tensor:
+        """For a graph that was compiled while the layer was paged."""
+        output: torch.Tensor = super().forward_modular(x, topk_weights, topk_ids)
+        return output
+
     def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager) -> None:
         """Create this layer's weights in host memory and page them once they are in the kernel's format."""
         host = pager.host_memory
@@ -114,6 +141,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
                 tensors = host.attach(self._pager_index)
             else:
                 tensors = host.publish(self._pager_index, {name: p.data for name, p in parameters.items()})
+            self._host_tensors = tensors
             slots = pager.page_layer(self._pager_index, tensors)
             for name, parameter in parameters.items():
                 # Only .data: kernels and quantization configs hold these very Parameter objects.
@@ -126,6 +154,11 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         quant_method.requires_device_loading = False
         quant_method.create_weights = create_in_host_memory
         quant_method.process_weights_after_loading = process_and_page
+
+
+def paged_layers(model: torch.nn.Module) -> list[PagedRoutedExperts]:
+    """The layers of ``model`` whose experts are paged, in the order of the forward."""
+    return [module for module in model.modules() if isinstance(module, PagedRoutedExperts) and module._pager]
 
 
 # vLLM's loaders ask for this before they name the experts' parameters.
@@ -262,6 +295,16 @@ def _pager_of_engine(
     return pager
 
 
+def _is_bypassed(settings: WispSettings, moe_config: FusedMoEConfig) -> bool:
+    """Whether a cap without a budget holds every expert, so that paging would only cost."""
+    is_bypassed = (
+        settings.bypass_if_it_fits and settings.vram_budget_bytes is None and settings.cap == moe_config.num_experts
+    )
+    if is_bypassed:
+        logger.info_once("WiSP: the cap holds all %d experts, so they are not paged", moe_config.num_experts)
+    return is_bypassed
+
+
 def _describe_forward() -> ForwardInfo | None:
     """Kind and size of the running forward from its attention metadata; None in profiling and dummy runs."""
     metadata = get_forward_context().attn_metadata
@@ -284,7 +327,7 @@ def _log_ready(pager: ExpertPager) -> None:
         pager.experts_bytes_by_cap()[pager.cap] / 2**20,
     )
     if pager.cap == pager.num_experts:
-        logger.warning("WiSP: the cap holds every expert, so paging only costs: leave 'wisp' out if memory allows")
+        logger.warning("WiSP: the cap holds every expert, so paging only costs")
 
 
 def _paged_experts(
