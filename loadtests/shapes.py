@@ -15,6 +15,8 @@ from wisp_core.model import tiny_tokenizer
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _TOPICS, _WORDS_PER_TOPIC = 8, 192  # of the tokenizer that stands in for the model's own
+TOKENIZER_VOCAB_SIZE = tiny_tokenizer.vocab_size(_TOPICS, _WORDS_PER_TOPIC)
+"""Ids that this tokenizer has words for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,12 @@ def prefetch(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
+def service(context: typer.Context) -> None:
+    """A whole service under load: budget from outside, an engine killed, every token compared."""
+    _run("service", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
 def pager_overhead(context: typer.Context) -> None:
     """What paging costs by itself."""
     _run("pager-overhead", context.args)

@@ -64,13 +64,14 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
         facts = read_service_file(state_dir)
         admin_key = read_or_create(secret_path(state_dir, "admin"))
         before = Counters.read(facts["url"], admin_key)
-        code, rows = _run_locust(facts, users, run_time)
+        code, rows = run_locust(facts, users, run_time)
         after = Counters.read(facts["url"], admin_key)
     _print_summary(rows, after, before)
     return code
 
 
-def _run_locust(facts: dict[str, Any], users: int, run_time: str) -> tuple[int, list[dict[str, str]]]:
+def run_locust(facts: dict[str, Any], users: int, run_time: str) -> tuple[int, list[dict[str, str]]]:
+    """Exit code and the rows of Locust's table, as text. ``facts`` are those of the service's file."""
     # Its own process: Locust patches the standard library for gevent at import.
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary"]

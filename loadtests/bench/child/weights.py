@@ -10,6 +10,8 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from wisp_core.pager.registry import current_pager
+
 LOAD_FORMAT = "wisp_bench"
 _CHUNK_BYTES = 64 << 20  # drawn at once: little memory beside the model
 
@@ -28,7 +30,11 @@ class SeededLoader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill all parameters in place."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        pager = current_pager()
+        is_attached = pager is not None and pager.host_memory.is_filled
         for name, parameter in model.named_parameters():
+            if is_attached and name.rpartition(".")[2].startswith(("w13_", "w2_")):
+                continue  # another process on this host has drawn them
             if parameter.dim() < 2:
                 parameter.data.fill_(1.0)
                 continue
@@ -44,3 +50,7 @@ def _fill(weights: torch.Tensor, device: torch.device, seed: int) -> None:
     for start in range(0, weights.shape[0], num_rows):
         chunk = weights[start : start + num_rows]
         chunk.copy_(scratch[: len(chunk)].uniform_(-bound, bound, generator=generator))
+
+
+def register() -> None:
+    """Entry point of a vLLM plugin: importing this module has registered the loader."""

@@ -1,0 +1,102 @@
+"""The command `wisp bench service`: configuration in, a results file, a table and one JSON line out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from loadtests.bench.report import print_table, result_path
+from loadtests.service.made_up import python_path, with_made_up_weights
+from loadtests.service.run import Found, ServiceRun, run_service
+from services.config import ServiceConfig
+from services.environment import replica_environment, set_in_this_process
+from wisp_core.errors import ConfigurationError
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+
+_FACTS = (
+    "import json; from loadtests.bench.child.hardware import hardware, versions;"
+    "print(json.dumps({'hardware': hardware(), 'versions': versions()}))"
+)
+
+
+def measure_service(config_path: Path, model: str | None, run: ServiceRun, output: Path | None) -> int:
+    """Run, save and print; the exit code is 0 if no turn failed, no token differed and the budget held."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = _with_model(ServiceConfig.load(config_path), model, Path(scratch))
+        # The engine with all experts inherits what the replicas are given.
+        set_in_this_process(replica_environment(config) | {"PYTHONPATH": python_path(Path(scratch))})
+        found = run_service(config, run)
+    found.summary["ok"] = is_good(found.summary)
+    device = "cuda" if config.replica.num_gpus else "cpu"
+    path = (output or result_path("service", device)).resolve()
+    _write(path, config, run, found)
+    _print(found)
+    line = {"benchmark": "service", "file": str(path), "rows": len(found.rows)} | found.summary
+    typer.echo(json.dumps(line))
+    return 0 if found.summary["ok"] else 1
+
+
+def is_good(summary: dict[str, Any]) -> bool:
+    """Whether everything that must hold did."""
+    return bool(
+        summary["requests"] > 0
+        and summary["failures"] == summary["identity_mismatches"] == summary["budget_exceeded"] == 0
+        and summary["identity_tokens"] > 0
+        and len(summary["host_copies"]) <= 1
+    )
+
+
+def _with_model(config: ServiceConfig, model: str | None, scratch: Path) -> ServiceConfig:
+    """The configured model, a checkpoint's directory, "tiny" for a small one written here, or a shape's name."""
+    if model is None:
+        return config
+    if model == "tiny":
+        write_tiny_model(scratch / "tiny", TinyModelConfig())
+        model = str(scratch / "tiny")
+    if Path(model).is_dir():
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    return with_made_up_weights(config, model, scratch)
+
+
+def _write(path: Path, config: ServiceConfig, run: ServiceRun, found: Found) -> None:
+    done = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigurationError(f"the machine's facts could not be read: {done.stderr[-500:]}")
+    content = {
+        "benchmark": "service",
+        **json.loads(done.stdout.splitlines()[-1]),
+        "command": "wisp bench " + shlex.join(sys.argv[1:]),
+        "config": {"run": asdict(run), "service": _public(config)},
+        "rows": found.rows,
+        "summary": found.summary,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _public(config: ServiceConfig) -> dict[str, Any]:
+    """The parts that decide figures: no paths of this machine, no tenants."""
+    replica = config.replica.model_dump(mode="json", exclude={"env"})
+    return {
+        "model": config.model.name,
+        "replica": replica,
+        "policy": config.policy.model_dump(mode="json"),
+        "routing": config.routing.model_dump(mode="json"),
+    }
+
+
+def _print(found: Found) -> None:
+    for kind, columns in (
+        ("clients", ("name", "requests", "failures", "median_ms", "p95_ms", "per_s")),
+        ("replica", ("replica", "cap", "kv_blocks", "decode_steps", "decode_hit_rate", "ms_per_decode_step")),
+        ("memory", ("replica", "budget_bytes", "peak_bytes", "num_samples", "num_exceeded")),
+    ):
+        print_table(kind, [row for row in found.rows if row["row"] == kind], columns)

@@ -1,0 +1,254 @@
+"""One service, one load, one check of every token: what `wisp bench service` does, on a GPU or on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from loadtests.service.gpu_memory import GpuProcesses, wait_until_gone
+from services.app import Service, read_service_file
+from services.cli.load import Counters, run_locust
+from services.config import ServiceConfig
+from services.demo.identity import Answer, RecordedTurn, answer_resident, find_mismatches, replay_live
+from services.demo.sampler import MemorySampler
+from services.demo.workload import Agent, AgentSpec
+from services.preflight import checked_start
+from services.secret_files import read_or_create, secret_path
+from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
+from wisp_core.errors import ConfigurationError
+
+Row = dict[str, Any]
+
+_LOG_LENGTH = 500
+_RESTART_TIMEOUT_S = 240.0
+_LONG_WORDS = (40, 160, 600, 1500)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceRun:
+    """What to do with the service."""
+
+    users: int = 8
+    run_time: str = "5m"
+    num_samples: int = 24
+    is_engine_killed: bool = True
+    """Kill one replica's engine after the load and time until it serves again."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a run has found."""
+
+    rows: list[Row] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def run_service(config: ServiceConfig, run: ServiceRun) -> Found:
+    """Start the service, load it, kill an engine, replay prompts, stop it, and ask an engine with all experts.
+
+    Raises ConfigurationError when the service does not start.
+    """
+    found = Found()
+    started_s = time.monotonic()
+    samples = sample_turns([tenant.tenant_id for tenant in config.tenants], run.num_samples)
+    with checked_start(config), Service(config) as service:
+        found.summary["ready_s"] = time.monotonic() - started_s
+        live, pids = asyncio.run(_Watch(service, run, found).run(samples))
+    if config.replica.num_gpus:
+        found.summary["is_device_memory_returned"] = wait_until_gone(pids)
+    resident = asyncio.run(answer_resident(config, samples, config.state_dir))
+    mismatches = find_mismatches(samples, live, resident)
+    found.summary |= {
+        "identity_samples": len(samples),
+        "identity_mismatches": len(mismatches),
+        "identity_first_mismatches": mismatches[:3],
+        "identity_tokens": sum(map(len, resident)),
+        "host_copies": _host_copies(config),
+    }
+    return found
+
+
+def sample_turns(tenants: Sequence[str], num_samples: int) -> list[RecordedTurn]:
+    """Turns of agents of every tenant: short ones that offer a tool, and contexts of growing length."""
+    turns = []
+    for number in range(num_samples):
+        tenant = tenants[number % len(tenants)]
+        spec = AgentSpec(tenant=tenant, user="replay", session_id=f"replay-{number}", topic=number % 8)
+        agent = Agent(spec, task=number)
+        is_long = number % 2 == 1
+        turn = agent.long_turn(_LONG_WORDS[number // 2 % len(_LONG_WORDS)]) if is_long else agent.burst_turn()
+        turns.append(RecordedTurn("long" if is_long else "burst", tenant, turn))
+    return turns
+
+
+class _Watch:
+    """The part that runs against a service that is up."""
+
+    def __init__(self, service: Service, run: ServiceRun, found: Found) -> None:
+        self._service, self._config, self._run, self._found = service, service.config, run, found
+
+    async def run(self, samples: Sequence[RecordedTurn]) -> tuple[list[Answer], list[int]]:
+        """Answers of a live replica to ``samples``, and the processes of all engines that ran."""
+        async with AsyncExitStack() as stack:
+            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
+            store = self._service.store()
+            stack.push_async_callback(store.close)
+            pids = await self._pids()
+            snapshots = await self._snapshots(store)
+            sampler = stack.enter_context(self._sampler(pids, snapshots))
+            await self._load(store)
+            live = await replay_live(clients, self._config.model.name, samples)
+            all_pids = [pid for of_replica in pids.values() for pid in of_replica]
+            if self._run.is_engine_killed:
+                await self._kill_an_engine(sampler, pids)
+                all_pids += [pid for of_replica in (await self._pids()).values() for pid in of_replica]
+            self._found.rows += _memory_rows(sampler)
+        self._found.summary["budget_exceeded"] = sum(
+            row["num_exceeded"] for row in self._found.rows if row["row"] == "memory"
+        )
+        return live, all_pids
+
+    async def _load(self, store: Any) -> None:
+        facts = await asyncio.to_thread(read_service_file, self._config.state_dir)
+        admin_key = read_or_create(secret_path(self._config.state_dir, "admin"))
+        before = Counters.read(facts["url"], admin_key)
+        code, rows = await asyncio.to_thread(run_locust, facts, self._run.users, self._run.run_time)
+        after = Counters.read(facts["url"], admin_key)
+        self._found.rows += [_locust_row(row) for row in rows]
+        self._found.rows += [await self._replica_row(store, one) for one in await store.list_snapshots()]
+        turns = next((row for row in self._found.rows if row["row"] == "clients" and row["name"] == "Aggregated"), {})
+        self._found.summary |= {
+            "locust_exit_code": code,
+            "requests": turns.get("requests", 0),
+            "failures": turns.get("failures", 0),
+            "prompt_tokens": after.since(before, "vllm:prompt_tokens_total"),
+            "generated_tokens": after.since(before, "vllm:generation_tokens_total"),
+            "prefix_hit_tokens": after.since(before, "vllm:prefix_cache_hits_total"),
+            "expert_bytes_copied": after.since(before, "wisp_replica_expert_copied_bytes_total"),
+            "preemptions": after.since(before, "vllm:num_preemptions_total"),
+        }
+
+    async def _replica_row(self, store: Any, one: ReplicaSnapshot) -> Row:
+        outcomes: list[ResizeOutcome] = await store.list_outcomes(one.replica_id, _LOG_LENGTH)
+        applied = [outcome for outcome in outcomes if outcome.outcome is Outcome.APPLIED and outcome.bytes_moved]
+        return {
+            "row": "replica",
+            "replica": one.replica_id,
+            "cap": one.split.cap,
+            "kv_blocks": one.split.kv_blocks,
+            "is_paged": one.layout.is_paged,
+            "decode_steps": one.decode.steps,
+            "decode_tokens": one.decode.tokens,
+            "prefill_steps": one.prefill.steps,
+            "missed_bytes_per_decode_step": one.decode.missed_bytes / one.decode.steps if one.decode.steps else 0.0,
+            "decode_hit_rate": one.decode.hits / one.decode.distinct if one.decode.distinct else None,
+            "ms_per_decode_step": one.decode.seconds / one.decode.steps * 1e3 if one.decode.steps else None,
+            "link_bytes_per_s": one.link_bytes_per_s,
+            "is_link_emulated": one.is_link_emulated,
+            "resizes_to_experts": sum(outcome.after.cap > outcome.before.cap for outcome in applied),
+            "resizes_to_kv": sum(outcome.after.cap < outcome.before.cap for outcome in applied),
+            "max_pause_ms": max((outcome.pause_ms for outcome in applied), default=None),
+            "outcomes": {kind.value: sum(one.outcome is kind for one in outcomes) for kind in Outcome},
+        }
+
+    async def _kill_an_engine(self, sampler: Any, pids: Mapping[str, Sequence[int]]) -> None:
+        """Kill one engine, and wait until its replica has started another one, attached to the host's copy."""
+        victim = sorted(pids)[0]
+        started_s = time.monotonic()
+        os.kill(pids[victim][0], signal.SIGKILL)
+        while time.monotonic() - started_s < _RESTART_TIMEOUT_S:
+            await asyncio.sleep(0.5)
+            health = {one["replica_id"]: one["is_healthy"] for one in await self._service.broadcast("health")}
+            now = await self._pids()
+            if health.get(victim) and set(now[victim]).isdisjoint(pids[victim]) and now[victim]:
+                break
+        else:
+            raise RuntimeError(f"{victim} did not serve again within {_RESTART_TIMEOUT_S:g} s")
+        self._found.summary["engine_restart_s"] = time.monotonic() - started_s
+        if isinstance(sampler, GpuProcesses):
+            sampler.follow(now)
+            await asyncio.sleep(2)
+
+    async def _pids(self) -> dict[str, list[int]]:
+        replicas: list[dict[str, Any]] = await self._service.broadcast("pids")
+        return {one["replica_id"]: [*one["engine_pids"], one["pid"]] for one in replicas}
+
+    async def _snapshots(self, store: Any) -> list[ReplicaSnapshot]:
+        while True:
+            snapshots: list[ReplicaSnapshot] = await store.list_snapshots()
+            if len(snapshots) >= self._config.replica.count:
+                return snapshots
+            await asyncio.sleep(0.2)
+
+    def _sampler(
+        self, pids: Mapping[str, Sequence[int]], snapshots: Sequence[ReplicaSnapshot]
+    ) -> AbstractContextManager[Any]:
+        if self._config.replica.num_gpus:
+            return GpuProcesses(pids, self._config.replica.vram_budget_bytes)
+        # Actors hold none of the pools, so only the engines' mappings are read.
+        engines = {replica_id: of_replica[:-1] for replica_id, of_replica in pids.items()}
+        return MemorySampler(engines, {one.replica_id: one.budget_bytes for one in snapshots})
+
+    def _clients(self) -> dict[str, AsyncOpenAI]:
+        clients = {}
+        for tenant in self._config.tenants:
+            if tenant.key_file is None:
+                raise ConfigurationError(f"tenants.{tenant.tenant_id}.key_file: the run needs the key")
+            clients[tenant.tenant_id] = AsyncOpenAI(
+                base_url=f"{self._service.url}/v1", api_key=read_or_create(tenant.key_file), max_retries=0, timeout=300
+            )
+        return clients
+
+
+def _memory_rows(sampler: Any) -> list[Row]:
+    if isinstance(sampler, GpuProcesses):
+        return [
+            {
+                "row": "memory",
+                "replica": replica_id,
+                "source": sampler.source,
+                "budget_bytes": one.budget_bytes,
+                "peak_bytes": one.peak_bytes,
+                "num_samples": one.num_samples,
+                "num_exceeded": one.num_exceeded,
+            }
+            for replica_id, one in sampler.replicas.items()
+        ]
+    return [
+        {
+            "row": "memory",
+            "replica": "all",
+            "source": "Rss of both pools' mappings in smaps",
+            "num_samples": sampler.num_samples,
+            "num_exceeded": sampler.num_exceeded,
+        }
+    ]
+
+
+def _locust_row(row: Mapping[str, str]) -> Row:
+    return {
+        "row": "clients",
+        "name": f"{row['Type']} {row['Name']}".strip(),
+        "requests": int(row["Request Count"]),
+        "failures": int(row["Failure Count"]),
+        "median_ms": float(row["50%"] or 0),
+        "p95_ms": float(row["95%"] or 0),
+        "per_s": float(row["Requests/s"]),
+    }
+
+
+def _host_copies(config: ServiceConfig) -> list[int]:
+    """Bytes of each copy of experts that lies in the host's store now."""
+    if config.replica.host_store_dir is None:
+        return []
+    copies = Path(config.replica.host_store_dir).glob("wisp-experts-*")
+    return [sum(file.stat().st_blocks * 512 for file in copy.iterdir()) for copy in copies]
