@@ -61,6 +61,14 @@ class WispSettings(BaseModel):
         gt=0,
         description="GPU only: part of the budget through which long prompts stream experts that have no slot, bytes.",
     )
+    prefetch: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="GPU only: experts of each layer that are fetched on a guess from the routing so far, per decode "
+        "step, while the layer before computes. It never changes an answer. 0: none, which is faster where the link is "
+        "what a step waits for.",
+    )
     host_memory_bytes: int | None = Field(
         default=None,
         gt=0,

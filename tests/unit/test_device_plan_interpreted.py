@@ -19,7 +19,14 @@ GPU_TESTS = Path(__file__).parents[1] / "gpu"
 
 
 @pytest.mark.parametrize(
-    ("file", "at_least"), [("test_device_plan.py", 80), ("test_device_gather.py", 15), ("test_device_pager.py", 9)]
+    ("file", "at_least"),
+    [
+        ("test_device_plan.py", 80),
+        ("test_device_gather.py", 15),
+        ("test_device_pager.py", 9),
+        ("test_device_prefetch.py", 14),
+        ("test_device_uses.py", 3),
+    ],
 )
 def test_kernels_under_the_interpreter(file: str, at_least: int) -> None:
     run = subprocess.run(

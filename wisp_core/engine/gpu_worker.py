@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from wisp_core.contracts import Signature
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
+from wisp_core.engine.device_tally import DeviceSessionTally
 from wisp_core.engine.step_rows import step_kind
 from wisp_core.engine.worker import WispWorkerMixin
 from wisp_core.memory.region import Backing
@@ -21,6 +23,10 @@ _UNSEEN_BYTES = 1 << 30
 """What the profiling forward does not see: CUDA's context (half of it on an H200), captured graphs, libraries."""
 
 
+_MAX_COUNTED_KEYS = 256
+"""Sessions that are told apart between two reports; each takes 4 bytes per expert of every layer on the device."""
+
+
 class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
     """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device."""
 
@@ -30,7 +36,14 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
         super().load_model(*args, **kwargs)
         assert not isinstance(self._wisp_pager, ResidentExperts), "only a loaded model can be found to fit"
-        self._wisp_pages = self._wisp_pager.backing
+        pager = self._wisp_pager
+        self._wisp_pages = pager.backing
+        self._wisp_device_tally = DeviceSessionTally(
+            pager.count_uses(_MAX_COUNTED_KEYS),
+            num_layers=pager.num_layers,
+            num_experts=pager.num_experts,
+            top_k=pager.top_k,
+        )
         self._wisp_pager.begin_step(0, is_prefill=False)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -59,9 +72,24 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
     def _wisp_begin_step(self, scheduler_output: Any) -> None:
         num_tokens, is_prefill = step_kind(scheduler_output)
         self._wisp_pager.begin_step(num_tokens, is_prefill=is_prefill)
+        self._wisp_device_tally.begin_step(scheduler_output)
 
     def _wisp_end_step(self) -> None:
         self._wisp_pager.end_step()
+        if not isinstance(self._wisp_pager, ResidentExperts):
+            self._wisp_device_tally.end_step(_batch_of(self.model_runner))
+
+    def _wisp_export_signatures(self) -> list[Signature]:
+        return self._wisp_device_tally.export_touched()
 
     def _wisp_synchronize(self) -> None:
         torch.accelerator.synchronize()
+
+
+def _batch_of(model_runner: Any) -> Any:
+    """The batch that the runner has just launched, in its order; None if it launched nothing.
+
+    vLLM's second runner keeps it between running the model and sampling; the first one, which a setting may bring back,
+    has no batch of that kind there.
+    """
+    return getattr(getattr(model_runner, "execute_model_state", None), "input_batch", None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from wisp_core.contracts import MemoryLayout
+from wisp_core.contracts import MemoryLayout, Signature
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
 from wisp_core.engine.pooled_memory import PooledMemory
@@ -71,8 +71,6 @@ class WispWorkerMixin:
         self._wisp_tally = SessionTally(num_layers=pager.num_layers, num_experts=pager.num_experts)
         if pager.can_observe:
             pager.observer = self._wisp_tally
-        else:
-            logger.warning("WiSP: the device decides what to page, so sessions have no signatures on this engine")
 
     def determine_available_memory(self) -> int:
         """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""
@@ -202,7 +200,7 @@ class WispWorkerMixin:
 
     def wisp_signatures(self) -> list[dict[str, Any]]:
         """`Signature` of each key touched since the last call."""
-        return [report.model_dump() for report in self._wisp_tally.export_touched()]
+        return [report.model_dump() for report in self._wisp_export_signatures()]
 
     def wisp_check_integrity(self) -> None:
         """Raise IntegrityError when a conservation check fails."""
@@ -271,6 +269,9 @@ class WispWorkerMixin:
     def _wisp_activation_bytes(self) -> int:
         """Bytes of activations, workspaces and whatever else is neither weights nor KV."""
         return self._wisp_settings.activation_bytes
+
+    def _wisp_export_signatures(self) -> list[Signature]:
+        return self._wisp_tally.export_touched()
 
     def _wisp_trim(self) -> None:
         """Give pages that nobody holds any more back to the system, where a backing keeps some."""

@@ -157,6 +157,15 @@ class ExpertTally:
         entry.hits += int(np.count_nonzero(is_used & was_resident))
         entry.decode_tokens += len(topk_ids) if layer_index == 0 else 0
 
+    def add_counts(self, key: str, counts: npt.NDArray[np.integer], num_rows: int, hits: int) -> None:
+        """Count ``num_rows`` decode rows of one key at once: uses [L, E], ``hits`` of them found resident."""
+        entry = self._entry(key)
+        entry.counts *= self._decay**num_rows
+        entry.counts += counts
+        entry.lookups += int(counts.sum())
+        entry.hits += hits
+        entry.decode_tokens += num_rows
+
     def keys(self) -> Iterable[str]:
         """Known keys, the stalest first."""
         return tuple(self._entries)

@@ -21,11 +21,14 @@ from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedMode
 from wisp_core.memory.region import Backing, FillableBacking
 from wisp_core.pager.device.gather_kernel import Gather
 from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.prefetch import Prefetcher
+from wisp_core.pager.device.prefetch_reference import PrefetchCounts
 from wisp_core.pager.device.reference import NO_SLOT, LayerTable
 from wisp_core.pager.device.staging import Staging
 from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
 from wisp_core.pager.device.statistics import DeviceSums, RecentCurve
 from wisp_core.pager.device.step_clock import StepClock
+from wisp_core.pager.device.uses import DeviceUses
 from wisp_core.pager.host_memory import HostMemory, PageableMemory
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
@@ -108,6 +111,7 @@ class DevicePager:
         self._is_told = False
         self._is_prefill = False
         self._curve = RecentCurve()
+        self._prefetcher: Prefetcher | None = None
 
     @property
     def observer(self) -> ForwardObserver | None:
@@ -203,7 +207,12 @@ class DevicePager:
         layer = self._layer(index)
         slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
         gather = layer.gathers[fetch] if path is Path.DECODE else None
+        prefetcher = self._prefetcher if path is Path.DECODE else None
+        if prefetcher is not None:
+            prefetcher.join(index)
         plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path, gather=gather)
+        if prefetcher is not None and fetch is Fetch.ALL and index + 1 < self.num_layers:
+            prefetcher.launch(index + 1, self._forked_side_stream())
         return slot_ids
 
     def fetch_second(self, index: int) -> Callable[[], None]:
@@ -212,14 +221,24 @@ class DevicePager:
         Returns what makes later launches wait for them: call it before they are read.
         """
         layer = self._layer(index)
-        if self.device.type != "cuda":
+        side_stream = self._forked_side_stream()
+        if side_stream is None:
             layer.gather_second.run(layer.state)
-            return lambda: None
-        stream = torch.cuda.current_stream(self.device)
-        self._side_stream.wait_stream(stream)
-        with torch.cuda.stream(self._side_stream):
-            layer.gather_second.run(layer.state, is_first=True)
-        return lambda: stream.wait_stream(self._side_stream)
+        else:
+            stream = torch.cuda.current_stream(self.device)
+            with torch.cuda.stream(side_stream):
+                layer.gather_second.run(layer.state, is_first=True)
+                done = side_stream.record_event()
+        if self._prefetcher is not None and index + 1 < self.num_layers:
+            self._prefetcher.launch(index + 1, side_stream)  # behind what this layer waits for
+        return (lambda: None) if side_stream is None else lambda: stream.wait_event(done)
+
+    def _forked_side_stream(self) -> torch.cuda.Stream | None:
+        """The side stream, behind all that is launched so far; None where there are no streams."""
+        if self.device.type != "cuda":
+            return None
+        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self._side_stream
 
     def is_resident(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Residency now, [layers, E]. Waits for the device."""
@@ -292,6 +311,15 @@ class DevicePager:
         """Forwards in which some request computed more than one token; misses are needed experts in no slot."""
         return self._counts(Path.STREAMED)
 
+    @property
+    def prefetched(self) -> PrefetchCounts:
+        """Experts fetched on a guess, by what became of them. Waits for the device."""
+        return self._prefetcher.counts() if self._prefetcher is not None else PrefetchCounts()
+
+    def count_uses(self, max_keys: int) -> DeviceUses:
+        """A counter of who uses which experts, at most ``max_keys`` keys between two drains."""
+        return DeviceUses(self._device_state, self.top_k, max_keys)
+
     def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
         self._curve.update(self._sums.read())
@@ -313,6 +341,8 @@ class DevicePager:
         """Forget counts and curves, as after profiling; residency and its order stay."""
         if self._state is not None:
             self._sums.reset()
+        if self._prefetcher is not None:
+            self._prefetcher.reset_counts()
         self.clock.reset()
         self._curve = RecentCurve()
 
@@ -329,6 +359,9 @@ class DevicePager:
         self._sums = DeviceSums(self._state)
         for index, layer in enumerate(self._all_layers()):
             layer.attach(self._state.layer(index), self.device)
+        if self.settings.prefetch:
+            gathers = [layer.gathers[Fetch.ALL] for layer in self._all_layers()]
+            self._prefetcher = Prefetcher(self._state, gathers, self.settings.prefetch, self.device)
         if self.device.type == "cuda":  # without a copy engine (the kernels' interpreter), there is nothing to stream
             self._side_stream = torch.cuda.Stream(self.device)
             self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)

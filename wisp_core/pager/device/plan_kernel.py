@@ -25,6 +25,8 @@ from wisp_core.pager.device.launch import chained
 from wisp_core.pager.device.state import (
     COUNTS_WIDTH,
     HEADER_WIDTH,
+    MAX_ROUTED,
+    ROUTED_MISS,
     DeviceState,
     Header,
     LayerState,
@@ -33,7 +35,7 @@ from wisp_core.pager.device.state import (
     Table,
 )
 
-_MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, 1024
+_MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, MAX_ROUTED
 _NOTHING_TO_GATHER = {"num_parameters": 1, "unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
 _CAP = tl.constexpr(int(Header.CAP))
@@ -41,6 +43,8 @@ _NUM_RESIDENT = tl.constexpr(int(Header.NUM_RESIDENT))
 _NUM_SEEN = tl.constexpr(int(Header.NUM_SEEN))
 _NUM_MISSES = tl.constexpr(int(Header.NUM_MISSES))
 _NUM_COPIES = tl.constexpr(int(Header.NUM_COPIES))
+_NUM_NEEDED = tl.constexpr(int(Header.NUM_NEEDED))
+_ROUTED_MISS = tl.constexpr(ROUTED_MISS)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POSITION = tl.constexpr(int(Table.POSITION))
 _STACK = tl.constexpr(int(Table.STACK))
@@ -69,6 +73,14 @@ def _store_slot_ids(slot_ids_ptr, start, num_ids, ids, is_real, served, ids_at_o
     at = start + tl.arange(0, ids_at_once)
     slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
     tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
+
+
+@triton.jit
+def _keep_routed(routed_ptr, num_ids, ids, is_real, is_missing, ids_at_once: tl.constexpr):
+    """Keep the first ids for `wisp_core.pager.device.uses`."""
+    at = tl.arange(0, ids_at_once)
+    kept = ids + tl.gather(is_missing.to(tl.int32), ids, 0) * _ROUTED_MISS
+    tl.store(routed_ptr + at, tl.where(is_real, kept, -1).to(tl.int16), mask=at < num_ids)
 
 
 @triton.jit
@@ -143,6 +155,7 @@ def _plan_kernel(
     arrivals_ptr,
     distances_ptr,
     counts_ptr,
+    routed_ptr,
     parameters_ptr,
     chunks_per_expert,
     num_experts: tl.constexpr,
@@ -202,6 +215,7 @@ def _plan_kernel(
     if tl.program_id(0) == 0:
         served = tl.where(new_slot == _NO_SLOT, num_experts + expert, new_slot)
         _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
+        _keep_routed(routed_ptr, num_ids, ids, is_real, is_missing, ids_at_once)
         for start in range(ids_at_once, num_ids, ids_at_once):
             more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
             _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
@@ -209,6 +223,7 @@ def _plan_kernel(
         tl.store(header_ptr + _NUM_COPIES, num_copies)
         _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
         if is_admitting:
+            tl.store(header_ptr + _NUM_NEEDED, num_needed)
             _add_distances(distances_ptr, needed, position, num_seen, num_experts)
 
     if is_gathering:
@@ -309,6 +324,7 @@ def plan_step(
         layer.arrivals,
         layer.distances,
         layer.counts[path],
+        layer.routed,
         leading.table if leading is not None else layer.counts,  # else not looked at
         leading.chunks_per_expert if leading is not None else 0,
         num_experts=layer.num_experts,

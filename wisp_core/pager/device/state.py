@@ -16,6 +16,12 @@ MAX_EXPERTS = 512
 
 HEADER_WIDTH = 8
 COUNTS_WIDTH = 8
+MAX_ROUTED = 1024
+"""Routed ids of a step that are kept for whoever counts who uses what: those of its first rows."""
+
+ROUTED_MISS = 1024
+"""Added to a kept id whose expert was in no slot."""
+
 _MIN_WIDTH = 16  # keeps the rows of every layer aligned alike, so that one compiled kernel serves them all
 
 
@@ -27,6 +33,7 @@ class Header(IntEnum):
     NUM_SEEN = 2
     NUM_MISSES = 3  # of the last step: entries of the lists; or moves of the last cap change
     NUM_COPIES = 4  # the first of them that have a target slot
+    NUM_NEEDED = 5  # experts of the last decode step: the first of the stack
 
 
 class Table(IntEnum):
@@ -63,6 +70,7 @@ class LayerState:
     arrivals: torch.Tensor  # int32 [width]: programs of the running plan that have read the table; else 0
     distances: torch.Tensor  # int64 [width + 2]: uses by stack position, first uses at num_experts
     counts: torch.Tensor  # int64 [len(Path), COUNTS_WIDTH]: the fields of StepCounts in order
+    routed: torch.Tensor  # int16 [MAX_ROUTED]: ids of the last step in order, + ROUTED_MISS if missing, -1 if padding
 
     def read(self) -> LayerTable:
         """A copy on the host, as the reference's type. Synchronizes: for tests and integrity checks."""
@@ -111,6 +119,7 @@ class DeviceState:
         self.arrivals = torch.zeros(num_layers, self.width, dtype=torch.int32, device=device)
         self.distances = torch.zeros(num_layers, self.width + 2, dtype=torch.int64, device=device)
         self.counts = torch.zeros(num_layers, len(Path), COUNTS_WIDTH, dtype=torch.int64, device=device)
+        self.routed = torch.full((num_layers, MAX_ROUTED), -1, dtype=torch.int16, device=device)
         self.new_cap = torch.full((1,), cap, dtype=torch.int32, device=device)
         self.num_valid_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=device)
 
@@ -124,6 +133,7 @@ class DeviceState:
             self.arrivals[index],
             self.distances[index],
             self.counts[index],
+            self.routed[index],
         )
 
     def reset_statistics(self) -> None:

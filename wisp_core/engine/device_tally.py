@@ -1,0 +1,104 @@
+"""Which session used which experts where the device decides: vLLM's batch joined with counts that the device keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wisp_core.contracts import Signature
+from wisp_core.engine.session_tally import HALF_LIFE_TOKENS, MAX_KEYS, prefixes
+from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.working_set.signature import ExpertTally
+
+
+class KeyUses(Protocol):
+    """What one key used."""
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """Uses by layer and expert, [layers, E]."""
+        ...
+
+    @property
+    def hits(self) -> int:
+        """Those found in slots."""
+        ...
+
+
+class UseCounter(Protocol):
+    """`wisp_core.pager.device.uses.DeviceUses`."""
+
+    def count(self, keys: Sequence[str | None]) -> None:
+        """Count the last step: keys of its first rows."""
+        ...
+
+    def drain(self) -> Mapping[str, KeyUses]:
+        """Uses by key since the last time."""
+        ...
+
+
+class RequestKeys:
+    """Session key of every request that the worker knows, from what the scheduler says as they come and go."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+
+    def update(self, scheduler_output: Any) -> None:
+        """Take in one step's news."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._keys.pop(request_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+            self._keys[request.req_id] = str(extra_args.get(SESSION_ARG, ""))
+
+    def of(self, request_id: str) -> str:
+        """ "" for a request without a session, or an unknown one."""
+        return self._keys.get(request_id, "")
+
+
+def first_row_keys(batch: Any, key_of: Callable[[str], str]) -> list[str | None]:
+    """Session keys of a batch's first rows, those of requests that compute one token; None in a prompt.
+
+    ``batch`` is the ``InputBatch`` of vLLM's second model runner, which puts such requests first.
+    """
+    keys: list[str | None] = []
+    for request_id, num_tokens, is_prefilling in zip(
+        batch.req_ids, batch.num_scheduled_tokens.tolist(), batch.is_prefilling_np.tolist(), strict=True
+    ):
+        if num_tokens != 1:
+            break
+        keys.append(None if is_prefilling else key_of(request_id))
+    return keys
+
+
+class DeviceSessionTally:
+    """Signatures as `wisp_core.engine.session_tally.SessionTally` makes them, from what a device has counted."""
+
+    def __init__(self, uses: UseCounter, *, num_layers: int, num_experts: int, top_k: int) -> None:
+        self._uses, self._top_k = uses, top_k
+        self._tally = ExpertTally(num_layers, num_experts, HALF_LIFE_TOKENS, MAX_KEYS)
+        self._requests = RequestKeys()
+        self._touched: set[str] = set()
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """A step starts."""
+        self._requests.update(scheduler_output)
+
+    def end_step(self, batch: Any) -> None:
+        """The step's launches are made; ``batch`` is what it ran, None if it ran nothing."""
+        if batch is not None:
+            self._uses.count(first_row_keys(batch, self._requests.of))
+
+    def export_touched(self) -> list[Signature]:
+        """Signatures of the keys that changed, in full, up to what the device has handed over."""
+        for session_key, uses in self._uses.drain().items():
+            num_rows = int(uses.counts[0].sum()) // self._top_k
+            for key in prefixes(session_key):
+                self._tally.add_counts(key, uses.counts, num_rows, uses.hits)
+                self._touched.add(key)
+        touched, self._touched = self._touched, set()
+        signatures = (self._tally.signature(key) for key in sorted(touched))
+        return [signature for signature in signatures if signature is not None]
