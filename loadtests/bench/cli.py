@@ -14,11 +14,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from loadtests.bench import configs, plan, report, summary
+from loadtests.bench import prefetch as prefetching
 from loadtests.bench.modes import Mode
 from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError, WispError
-from wisp_core.settings import WispSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -29,6 +29,7 @@ Config = TypeVar(
     configs.ResizeConfig,
     configs.BudgetConfig,
     configs.IdentityConfig,
+    prefetching.PrefetchConfig,
 )
 
 Model = Annotated[str | None, typer.Option(help="A shape's name, or a directory with a checkpoint.")]
@@ -70,6 +71,18 @@ _PREFILL_COLUMNS = (
     "output_hash",
 )
 _ONLINE_COLUMNS = ("policy", "cap", "turns_per_s", "makespan_s", "ttft_p95_s", "failed_turns", "resizes", "bytes_moved")
+_PREFETCH_COLUMNS = (
+    "mode",
+    "prefetch",
+    "cap",
+    "batch",
+    "ms_per_step",
+    "missed_bytes_per_step",
+    "prefetched_bytes",
+    "prefetch_used_bytes",
+    "prefetch_wasted_bytes",
+    "output_hash",
+)
 _RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
 _BUDGET_COLUMNS = ("mode", "budget_bytes", "peak_gpu_bytes", "is_within_budget", "ballast_bytes", "pooled_bytes")
 _IDENTITY_COLUMNS = ("mode", "has_graphs", "is_resized", "cap", "prompts", "output_hash")
@@ -249,11 +262,34 @@ def resize(
 
 
 @app.command()
-def prefetch() -> None:
-    """Prefetch of predicted experts, on against off."""
-    if "prefetch" not in WispSettings.model_fields:
-        raise ConfigurationError("this version's pager does not prefetch: there is nothing to compare")
-    raise ConfigurationError("prefetch is not measured yet")
+def prefetch(
+    model: Model = None,
+    caps: Annotated[str | None, typer.Option(help="Slots per layer, such as 8,16,32.")] = None,
+    batch: Batches = None,
+    guesses: Annotated[str | None, typer.Option(help="Experts per layer and step, 0 among them: 0,1,4.")] = None,
+    output: Output = None,
+    log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Prefetch of predicted experts, on against off; and the concurrency that each cap leaves room for."""
+    if not configs.is_gpu_machine():
+        raise ConfigurationError(
+            "prefetch runs beside computation, which needs a GPU: there is nothing to compare here"
+        )
+    config = prefetching.prefetch_h200()
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "trace", host_memory_gb)}
+    for name, text in (("caps", caps), ("batches", batch), ("guesses", guesses)):
+        if text is not None:
+            changes[name] = _integers(text)
+    config = dataclasses.replace(config, **changes)
+    with tempfile.TemporaryDirectory() as scratch:
+        concurrency = prefetching.concurrency_by_cap(config, plan.find_model(config.engine.model, Path(scratch)))
+
+    def summarize(rows: Sequence[report.Row]) -> dict[str, Any]:
+        return prefetching.prefetch_summary(config, rows) | {"concurrency": concurrency}
+
+    _run(config, prefetching.prefetch_jobs, summarize, _PREFETCH_COLUMNS, output, log_dir, deadline_s)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from loadtests.bench.child.audit import Audit
 from loadtests.bench.child.bench import Bench, Row, open_bench
@@ -36,10 +37,14 @@ def _measure(bench: Bench, job: DecodeJob, batch: int, run: str) -> Row:
     if pager is not None and pager.cap == pager.num_experts:
         # Once every expert that the trace needs is in its slot, what remains is the cost of paging itself.
         generate(llm, prompts, num_tokens, f"{run}-fill")
-    audit = Audit(pager) if pager is not None and replay is not None else None
+    can_guess = hasattr(pager, "prefetched")  # where the device decides
+    guesses = pager.settings.prefetch if can_guess else 0
+    # The audit's tables know nothing of guesses.
+    audit = Audit(pager) if pager is not None and replay is not None and not guesses else None
     if replay is not None:
         replay.steps.clear()
     counts_before = pager.counts_decode if pager is not None else None
+    prefetched_before = pager.prefetched if can_guess else None
     generation = generate(llm, prompts, num_tokens, run)
     synchronize()
     row = _times(generation, job)
@@ -59,7 +64,19 @@ def _measure(bench: Bench, job: DecodeJob, batch: int, run: str) -> Row:
         row["missed_bytes_per_step"] = (counts.missed_bytes - counts_before.missed_bytes) / (
             counts.steps - counts_before.steps
         )
+    if can_guess:
+        row |= {"prefetch": guesses} | _prefetched(pager, prefetched_before)
     return row
+
+
+def _prefetched(pager: Any, before: Any) -> Row:
+    """Bytes fetched on guesses in the whole run; what is neither used nor wasted still waits in its slot."""
+    now = pager.prefetched
+    return {
+        "prefetched_bytes": (now.fetched - before.fetched) * pager.expert_bytes,
+        "prefetch_used_bytes": (now.used - before.used) * pager.expert_bytes,
+        "prefetch_wasted_bytes": (now.wasted - before.wasted) * pager.expert_bytes,
+    }
 
 
 def _times(generation: Generation, job: DecodeJob) -> Row:
