@@ -90,4 +90,4 @@ def test_resizes_go_both_ways_with_equal_answers(tmp_path: Path) -> None:
 def test_what_the_pager_does_not_offer_is_refused() -> None:
     code, _, printed = bench("prefetch")
     assert code == 2
-    assert "does not prefetch" in printed
+    assert "needs a GPU" in printed
