@@ -159,6 +159,12 @@ class Service:
             logging_level=logging.ERROR,
         )
         signal.signal(signal.SIGTERM, on_sigterm)
+        found, needed = ray.cluster_resources().get("GPU", 0.0), replica.count * replica.num_gpus
+        if needed > found:
+            raise ConfigurationError(
+                f"replica.num_gpus: {replica.count} replicas need {needed:g} GPUs, Ray finds {found:g}; give fewer "
+                "replicas, or a part of a GPU to each (num_gpus: 0.5)"
+            )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},

@@ -69,6 +69,15 @@ class ReplicaSettings(Section):
         description="Memory file system (/dev/shm) where a host's replicas keep one copy of the experts, which a "
         "replica that restarts need not read again.",
     )
+    bypass_if_it_fits: bool = Field(
+        default=True, description="Page nothing when all experts fit the budget beside the KV cache."
+    )
+    declared_kv_tokens: int | None = Field(
+        default=None, gt=0, description="KV tokens that must fit beside all experts, or they are paged; None: longest."
+    )
+    prefetch: int = Field(
+        default=0, ge=0, le=64, description="GPU only: experts per layer and step fetched on a guess; 0: none."
+    )
     barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
     emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")

@@ -181,6 +181,9 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         drain_timeout_s=replica.drain_timeout_s,
         host_memory_bytes=replica.host_memory_bytes,
         host_store_dir=replica.host_store_dir,
+        bypass_if_it_fits=replica.bypass_if_it_fits,
+        declared_kv_tokens=replica.declared_kv_tokens,
+        prefetch=replica.prefetch,
         **only_if_set,
     )
 

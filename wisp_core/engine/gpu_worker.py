@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from wisp_core.contracts import Signature
@@ -31,6 +32,12 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
     """On a GPU: virtual memory whose pages slots and KV cache share; the pager decides on the device."""
 
     _wisp_pager: DevicePager | ResidentExperts
+
+    def init_device(self) -> None:
+        """Take the device; of its memory vLLM then asks for the budget and not for nearly all, which others hold."""
+        total_bytes = current_platform.get_device_total_memory()
+        self.cache_config.gpu_memory_utilization = min(1.0, (self._wisp_settings.vram_budget_bytes or 0) / total_bytes)
+        super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load; until the first step, forwards (profiling, warm-up, capture) have no real tokens."""
