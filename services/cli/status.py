@@ -60,7 +60,11 @@ def _split(split: dict[str, Any]) -> str:
 def _print_replica(replica: dict[str, Any], console: Console) -> None:
     one, kv = replica["snapshot"], replica["snapshot"]["kv"]
     state = "stale" if replica["is_stale"] else "serving" if one["is_healthy"] else "engine down"
-    split = _split(one["split"]) if one["layout"]["is_paged"] else f"not paged, {one['split']['kv_blocks']} blocks"
+    split = (
+        _split(one["split"])
+        if one.get("layout", {}).get("is_paged", True)
+        else f"not paged, {one['split']['kv_blocks']} blocks"
+    )
     _print_entry(
         console,
         f"{one['replica_id']}  {'resizing' if one['is_resizing'] else state}; {split}, "
