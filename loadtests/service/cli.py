@@ -43,7 +43,7 @@ def fairness(
 
 @app.command()
 def faults(
-    rounds: Annotated[int, typer.Option(min=1, help="Faults of each kind.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Faults, and upgrades, of each kind.")] = 20,
     kinds: Annotated[str | None, typer.Option(help="Such as engine,valkey; else all.")] = None,
     output: Output = None,
 ) -> None:

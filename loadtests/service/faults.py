@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from loadtests.service.rescore import Answer, rescore
 from loadtests.service.results import quantile
@@ -34,6 +37,8 @@ KINDS = {
     "valkey": "valkey-server",
 }
 """Each kind of fault: whose process is killed."""
+UPGRADE = "upgrade"
+"""Not a fault: the service is told to go on with a changed file, and every part of it is replaced."""
 MAX_GAP = 0.05
 """Log-probability: further from the best one no token of a greedy answer may be."""
 RECOVERY_TIMEOUT_S = 180.0
@@ -51,7 +56,7 @@ class FaultsConfig:
 
     rounds: int = 20
     """Faults of each kind."""
-    kinds: tuple[str, ...] = tuple(KINDS)
+    kinds: tuple[str, ...] = (*KINDS, UPGRADE)
     sessions: int = 6
     max_tokens: int = 40
     rescored: int = 200
@@ -154,18 +159,15 @@ async def traffic(service: RunningService, config: FaultsConfig) -> AsyncIterato
 
 
 async def inject(service: RunningService, running: Traffic, kind: str, chooser: random.Random) -> dict[str, Any]:
-    """Kill one process of ``kind`` and wait until everything is back: a row."""
-    title = KINDS[kind]
+    """Kill one process of ``kind``, or upgrade, and wait until everything is back: a row."""
     running.may_resend = kind == "ingress"
-    before = await asyncio.to_thread(service.processes, title)
-    victim = chooser.choice(before)
     first = len(running.turns)
-    killed_s = time.monotonic()
-    victim.kill()
-    await _until(lambda: running.good_since(killed_s) > 0, RECOVERY_TIMEOUT_S)
-    next_good_s = time.monotonic() - killed_s
-    await asyncio.to_thread(_wait_back, service, title, {one.pid for one in before}, victim.pid)
-    recovery_s = time.monotonic() - killed_s
+    began_s = time.monotonic()
+    back = asyncio.create_task(asyncio.to_thread(_upgrade if kind == UPGRADE else _kill, service, kind, chooser))
+    await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
+    next_good_s = time.monotonic() - began_s
+    await back
+    recovery_s = time.monotonic() - began_s
     again_s = time.monotonic()
     await _until(lambda: running.good_since(again_s) >= 2 * running.num_sessions, RECOVERY_TIMEOUT_S)
     turns = running.turns[first:]
@@ -179,6 +181,22 @@ async def inject(service: RunningService, running: Traffic, kind: str, chooser: 
         "recovery_s": recovery_s,
         "errors": sorted({turn.error for turn in turns if turn.error is not None}),
     }
+
+
+def _kill(service: RunningService, kind: str, chooser: random.Random) -> None:
+    before = service.processes(KINDS[kind])
+    victim = chooser.choice(before)
+    victim.kill()
+    _wait_back(service, KINDS[kind], {one.pid for one in before}, victim.pid)
+
+
+def _upgrade(service: RunningService, kind: str, chooser: random.Random) -> None:
+    changed = chooser.randint(50, 100)
+    service.config["replica"]["max_ongoing_turns"] = changed
+    service.config_path.write_text(yaml.safe_dump(service.config))
+    command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(service.config_path), "--upgrade"]
+    subprocess.run(command, check=True, timeout=2 * RECOVERY_TIMEOUT_S)
+    service.wait_ready(RECOVERY_TIMEOUT_S)
 
 
 def _wait_back(service: RunningService, title: str, before: set[int], victim: int) -> None:

@@ -13,7 +13,7 @@ from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, ENGINE_ARGS, answers
 from wisp_core.engine.offline import OfflineEngine, SamplingParams
 from wisp_core.settings import WispSettings
 
-LINK_BYTES_PER_S = 2e8
+LINK_BYTES_PER_S = 4e8
 """Slow enough that a step whose experts are missing takes several times as long as one whose are there."""
 
 
@@ -63,23 +63,23 @@ class Stepped:
 
 def test_a_newcomer_starts_before_the_waiting_turns_of_a_flood(engine: OfflineEngine) -> None:
     steps = Stepped(engine)
-    for number in range(24):
-        steps.add(f"flood-{number}", number, 40, terms("flood", 8))
-    for _ in range(12):
+    for number in range(16):
+        steps.add(f"flood-{number}", number, 40, terms("flood", 5))
+    for _ in range(9):
         steps.step()
-    assert len(steps.scheduler.waiting) >= 10
-    steps.add("guest-0", 50, 40, terms("guest", 8))
+    assert len(steps.scheduler.waiting) >= 6
+    steps.add("guest-0", 50, 40, terms("guest", 5))
     steps.run()
     after_guest = steps.finished[steps.finished.index("guest-0") + 1 :]
-    assert len(after_guest) >= 10 - ENGINE_ARGS["max_num_seqs"]
-    assert len(steps.finished) == 25
+    assert len(after_guest) >= 4
+    assert len(steps.finished) == 17
     flood = [name for name in steps.finished if name.startswith("flood")]
     assert flood == sorted(flood, key=lambda name: int(name.split("-")[1])), "a tenant's own turns keep their order"
 
 
 def test_a_tenant_s_running_turns_stay_within_its_share(engine: OfflineEngine) -> None:
     steps = Stepped(engine)
-    for number in range(10):
+    for number in range(6):
         steps.add(f"half-{number}", number, 30, terms("half", 6, kv_share=0.5))
     most = 0
     while engine.llm.llm_engine.has_unfinished_requests():
@@ -94,7 +94,7 @@ def test_a_tenant_s_running_turns_stay_within_its_share(engine: OfflineEngine) -
         steps.step()
         most = max(most, steps.running()["sliver"])
     assert most == 1
-    assert len(steps.finished) == 13
+    assert len(steps.finished) == 9
 
 
 def test_turns_that_are_held_out_of_steps_get_the_same_answers(engine: OfflineEngine) -> None:

@@ -57,6 +57,8 @@ class FairTurns:
         self._share = FairShare()
         self._terms: dict[str, Terms] = {}
         self._num_turns: Counter[str] = Counter()
+        self._num_bounded = 0
+        """Turns of tenants with a share of KV and batch below all."""
         self._steps: deque[_Step] = deque()
         self._ended_s = 0.0
         self._held: frozenset[str] = frozenset()
@@ -66,6 +68,7 @@ class FairTurns:
         """A turn came."""
         terms = self._terms[request.request_id] = Terms.of(request)
         self._num_turns[terms.tenant] += 1
+        self._num_bounded += terms.kv_share < 1.0
         if self._num_turns[terms.tenant] == 1:
             self._share.begin(terms.tenant, terms.weight)
 
@@ -74,6 +77,7 @@ class FairTurns:
         terms = self._terms.pop(request.request_id, None)
         if terms is not None:
             self._num_turns[terms.tenant] -= 1
+            self._num_bounded -= terms.kv_share < 1.0
             if self._num_turns[terms.tenant] <= 0:
                 del self._num_turns[terms.tenant]
                 self._share.forget_idle(self._num_turns)
@@ -85,11 +89,14 @@ class FairTurns:
         recent use, each tenant's own turns as they were.
         """
         scheduler, waiting = self._scheduler, self._scheduler.waiting
-        if not isinstance(waiting, deque):
-            return []  # Another order than first come, first served was asked of vLLM.
+        self._held = frozenset()
+        if not isinstance(waiting, deque) or (len(self._num_turns) < 2 and self._num_bounded == 0):
+            return []  # Another order than first come, first served was asked of vLLM; or there is nothing to share.
         # A step for which nothing was left must not be followed by another: whoever is behind cannot run.
-        self._held = frozenset() if self._is_stalled else self._share.held(self._num_turns.keys(), time.monotonic())
-        first = None if self._is_stalled else self._first_to_prefill()
+        first: str | None = None
+        if not self._is_stalled:
+            self._held = self._share.held(self._num_turns.keys(), time.monotonic())
+            first = self._first_to_prefill()
         if len(self._num_turns) > 1:
             # When blocks run out, vLLM takes those of the last one.
             scheduler.running.sort(key=self._used_s)
