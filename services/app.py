@@ -22,6 +22,7 @@ from services.config import ServiceConfig
 from services.embedded_valkey import EmbeddedValkey
 from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
+from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -32,7 +33,6 @@ from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
-ROUTER_CLASS = "services.ingress.router.WispRouter"
 _OBJECT_STORE_BYTES = 100 << 20
 """Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
 _SPARE_CPUS = 2
@@ -204,13 +204,14 @@ class Service:
     def _replicas(self, name: str = "Replica", count: int | None = None) -> serve.Application:
         """A deployment of replicas with a router of its own."""
         router = RouterConfig.of(self.config, self._redis_url, self._redis_password_file)
+        router_class, router_kwargs = router_of(self.config.routing.router, router.kwargs())
         return build_replica(
             self.config,
             self._store_address,
             name=name,
             count=count or self.config.replica.count,
-            request_router_class=ROUTER_CLASS,
-            request_router_kwargs=router.kwargs(),
+            request_router_class=router_class,
+            request_router_kwargs=router_kwargs,
         )
 
     def _wait_ready(self) -> None:

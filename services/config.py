@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -137,9 +138,20 @@ class PolicySettings(Section):
     damping: DampingSettings = DampingSettings()
 
 
+class RouterName(StrEnum):
+    """Which router places turns."""
+
+    WORKING_SET = "working_set"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
+
+
 class RoutingSettings(Section):
     """Weights and limits of placement; all scores are predicted seconds."""
 
+    router: RouterName = Field(
+        default=RouterName.WORKING_SET, description="Who places turns; Serve's own routers are there to compare with."
+    )
     migrate_gain_s: float = Field(
         default=0.5, ge=0, description="A session moves only when it saves this much, seconds."
     )

@@ -19,7 +19,15 @@ from services.ingress.metrics import IngressMetrics
 from services.ingress.placement import Turn
 from services.ingress.replicas import LOST, Answer, ReplicaCall, ReplicaClient
 from services.ingress.request_fields import TurnFields
-from services.ingress.sessions import SALT_HEADER, SESSION_HEADER, Session, cache_salt, identify, new_turn_id
+from services.ingress.sessions import (
+    SALT_HEADER,
+    SESSION_HEADER,
+    Session,
+    cache_salt,
+    identify,
+    new_turn_id,
+    prompt_key,
+)
 from services.ingress.tenants import TenantDirectory
 from services.ingress.turn import CLIENT_GONE, Reply, RunningTurn
 from wisp_core.contracts import Isolation, TenantSpec, TurnRecord
@@ -129,6 +137,7 @@ class Gateway:
                 turn_id=running.turn_id,
                 session_key=session.session_key,
                 user_key=session.user_key,
+                prompt_key=prompt_key(self._salt_secret, session.tenant_id, fields.body),
                 tenant=session.tenant_id,
                 prompt_tokens_estimate=running.prompt_tokens,
                 max_tokens=fields.max_tokens or 0,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 from urllib.parse import quote
 
 from services.ingress.errors import bad_request
@@ -39,6 +43,21 @@ def identify(tenant_id: str, user: str, session_header: str | None) -> Session:
     session_id = session_header or ("" if user else secrets.token_hex(12))
     user_key = f"{tenant_id}/{quote(user, safe='')}"
     return Session(tenant_id, session_id, f"{user_key}/{session_id}", user_key)
+
+
+def prompt_key(secret: str, tenant_id: str, body: Mapping[str, Any]) -> str:
+    """The same for all of a tenant's chats that begin with one system prompt and offer the same tools; else "".
+
+    Keyed, so that what is stored under it tells nobody the prompt; the ``@`` keeps it apart from users' keys.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return ""
+    system = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+    if not system:
+        return ""
+    text = json.dumps([system, body.get("tools")], sort_keys=True).encode()
+    return f"{tenant_id}/@{hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()[:32]}"
 
 
 def cache_salt(secret: str, tenant_id: str, client_salt: str | None) -> str:

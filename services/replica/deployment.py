@@ -76,6 +76,7 @@ class Replica:
         headers: Mapping[str, str] | None = None,
         method: str = "POST",
         session_key: str = "",
+        prompt_key: str = "",
         weight: float = 1.0,
         kv_share: float = 1.0,
         **routing: Any,
@@ -88,6 +89,8 @@ class Replica:
         if not self._state.can_serve:
             raise EngineUnavailableError("this replica's engine is being restarted")
         ended, started_s = self._state.engine_ended, time.monotonic()
+        if session_key and prompt_key:
+            self._state.prompt_groups.note(session_key, prompt_key)
         if session_key and method == "POST":
             body = with_terms(body, session_key, weight, kv_share)
         request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)

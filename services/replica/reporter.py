@@ -42,7 +42,8 @@ class Reporter:
         self._last = snapshot
         await self._state.store.write_snapshot(snapshot)
         if snapshot.is_healthy:
-            await self._state.store.write_signatures(await self._state.engine.signatures())
+            signatures = await self._state.engine.signatures()
+            await self._state.store.write_signatures([*signatures, *self._state.prompt_groups.take_up(signatures)])
 
     async def _report_or_count(self) -> None:
         try:

@@ -91,7 +91,7 @@ class Fleet:
 
     @property
     def outside(self) -> npt.NDArray[np.float32]:
-        """1 where an expert is none of the C most used ones of a replica, else 0, [S·E, N]."""
+        """Copies per step that an expert costs which takes a slot there; 0 where it has one, [S·E, N]."""
         return self._outside[:, : len(self.ids)]
 
     def keep(self, present: Collection[str]) -> None:
@@ -224,23 +224,19 @@ class Fleet:
         return int(self._figures[_ROWS["cap"], at]) or self._rates.shape[2]
 
     def _set_copies(self, at: int) -> None:
+        """What the turns there miss per step, and what the next one adds with each expert that has no slot."""
         if not self._rates.shape[2]:
             return
         table = self._figures[:, at]
         usual = max(0.0, table[_ROWS["mean_turns"]] + table[_ROWS["placed"]])
         turns = np.float32(max(1.0, (table[_ROWS["turns"]] + usual) / 2))
-        one = slice(at, at + 1)
-        copies = union_misses_above(self._rates[one] * turns, np.array([self._cap(at)]), self._least_kept[one] * turns)
+        rates, kept = self._rates[at], self._least_kept[at]
+        copies = union_misses_above(rates[None] * turns, np.array([self._cap(at)]), kept[None] * turns)
         table[_ROWS["copies"]] = max(0.0, copies[0]) * self.scale
+        # An expert that is used a lot takes the slot of the least used one, whose needs are then copies.
+        is_outside = rates < kept[:, None]
+        self._outside[:, at] = (is_outside * -np.expm1(-kept * turns)[:, None]).reshape(-1)
 
     def _set_kept(self, at: int) -> None:
-        rates, cap = self._rates[at], self._cap(at)
-        if not rates.size:
-            return
-        self._least_kept[at] = least_kept(rates, cap)
-        by_use = np.argsort(-rates, axis=1, kind="stable")
-        outside = np.ones(rates.shape, dtype=np.float32)
-        np.put_along_axis(outside, by_use[:, :cap], 0.0, axis=1)
-        # While slots are left, whoever comes finds room.
-        outside[self._least_kept[at] == 0] = 0.0
-        self._outside[:, at] = outside.reshape(-1)
+        if self._rates[at].size:
+            self._least_kept[at] = least_kept(self._rates[at], self._cap(at))

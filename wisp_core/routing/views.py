@@ -32,7 +32,7 @@ class RoutingWeights:
     """Cost of a turn that meets a resize."""
     tie_s: float = 0.001
     """Differences below this are decided by the session's hash."""
-    num_scored: int = 8
+    num_scored: int = 6
     """Replicas that are scored exactly, the home apart."""
     stale_after_s: float = 10.0
     """Age at which a replica's figures count as missing."""
@@ -143,7 +143,7 @@ class RoutingDecision:
         return self.ranking[0]
 
 
-MAX_SAMPLED_LAYERS = 12
+MAX_SAMPLED_LAYERS = 8
 """Layers that are looked at; the others are taken to be like them."""
 SKETCH_USES = 64
 """Heaviest (layer, expert) uses of a working set that the shortlist looks at."""

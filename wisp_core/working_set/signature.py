@@ -51,6 +51,33 @@ def unpack(signature: Signature, *, is_prefill: bool = False) -> npt.NDArray[np.
     return weights.astype(np.float32) / np.float32(255)
 
 
+def merge(key: str, signatures: Iterable[Signature]) -> Signature:
+    """One signature of several of one shape, each with the weight of its decode tokens; prefills are left out.
+
+    Raises ValueError for none, for shapes that differ, and like `unpack`.
+    """
+    found = list(signatures)
+    shapes = {(signature.num_layers, signature.num_experts) for signature in found}
+    if len(shapes) != 1:
+        raise ValueError(f"signature {key!r}: {len(found)} signatures of {len(shapes)} shapes cannot be merged")
+    ((num_layers, num_experts),) = shapes
+    counts = np.zeros((num_layers, num_experts))
+    for signature in found:
+        weights = unpack(signature)
+        totals = weights.sum(axis=1, keepdims=True)
+        shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
+        counts += shares * signature.decode_tokens
+    return Signature(
+        key=key,
+        num_layers=num_layers,
+        num_experts=num_experts,
+        weights=pack(counts),
+        decode_tokens=sum(signature.decode_tokens for signature in found),
+        lookups=sum(signature.lookups for signature in found),
+        hits=sum(signature.hits for signature in found),
+    )
+
+
 def use_rates(signature: Signature, top_k: int, *, is_prefill: bool = False) -> UseRates:
     """Expected uses per token [L, E] of who has this signature. Raises ValueError like `unpack`."""
     weights = unpack(signature, is_prefill=is_prefill)

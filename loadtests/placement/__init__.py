@@ -1,0 +1,1 @@
+"""Benchmarks of placement: decisions, simulated and real replicas, what the service adds to a turn."""

@@ -1,0 +1,5 @@
+"""``python -m loadtests.placement``: what ``wisp bench`` calls."""
+
+from loadtests.placement.cli import main
+
+main()
