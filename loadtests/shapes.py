@@ -114,13 +114,14 @@ def read_shape(directory: Path) -> Shape:
 def write_shape(directory: Path, shape: Shape) -> None:
     """Write config.json and a small tokenizer; without weights, so load it with made-up ones."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_hf_config(shape), indent=2, sort_keys=True) + "\n")
+    (directory / "config.json").write_text(json.dumps(config_of(shape), indent=2, sort_keys=True) + "\n")
     tiny_tokenizer.write_tokenizer(
         directory, num_topics=_TOPICS, words_per_topic=_WORDS_PER_TOPIC, max_positions=shape.max_positions
     )
 
 
-def _hf_config(shape: Shape) -> dict[str, Any]:
+def config_of(shape: Shape) -> dict[str, Any]:
+    """``shape`` as a Hugging Face config.json."""
     eos = tiny_tokenizer.special_token_id(tiny_tokenizer.TURN_END, _TOPICS, _WORDS_PER_TOPIC)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],

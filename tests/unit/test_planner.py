@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from loadtests.shapes import SHAPES, _hf_config
+from loadtests.shapes import SHAPES, config_of
 from loadtests.traces import generate, workflow, write_trace
 from services.cli.main import app
 from services.cli.plan import serve_settings, vllm_command
@@ -26,8 +26,8 @@ from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
 
 RESULTS = Path(__file__).parents[2] / "loadtests" / "results"
-QWEN = read_shape(_hf_config(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
-TINY = read_shape(_hf_config(SHAPES["tiny"]), name="tiny")
+QWEN = read_shape(config_of(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
+TINY = read_shape(config_of(SHAPES["tiny"]), name="tiny")
 
 
 def h200_engine(shape: ModelShape = QWEN) -> EngineModel:
@@ -152,7 +152,7 @@ def test_activations_grow_with_the_pass() -> None:
 
 def test_the_command_prints_plan_settings_and_picture(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(_hf_config(SHAPES["qwen3-30b-a3b"])))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config_of(SHAPES["qwen3-30b-a3b"])))
     trace = generate(workflow("mixed_tenants", 150), seed=0)
     write_trace(tmp_path / "trace.jsonl", trace)
     arguments = ["plan", "--model", str(tmp_path / "model"), "--vram-budget-gb", "24", "--card", "l4"]
@@ -174,7 +174,7 @@ def test_the_command_prints_plan_settings_and_picture(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_hf_config(SHAPES["qwen3-30b-a3b"])))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(SHAPES["qwen3-30b-a3b"])))
     answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])
     assert answer.exit_code != 0
     assert said in str(answer.exception)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from loadtests.shapes import SHAPES, _hf_config
+from loadtests.shapes import SHAPES, config_of
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
 from wisp_core.planner.cards import CARDS, find_card
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.quantization import Quantization
 
-QWEN3_30B = _hf_config(SHAPES["qwen3-30b-a3b"])
+QWEN3_30B = config_of(SHAPES["qwen3-30b-a3b"])
 MIXTRAL = {
     "model_type": "mixtral",
     "num_local_experts": 8,

@@ -1,0 +1,1 @@
+"""``wisp simulate``: workloads on simulated replicas; policies against the oracle, and how fast the simulator is."""

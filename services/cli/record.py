@@ -1,0 +1,77 @@
+"""``wisp trace record``: follow a running service for a while and keep its workload as numbers."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import typer
+
+from services.app import read_service_file
+from services.secret_files import read_or_create, secret_path
+from wisp_core.contracts import ReplicaSnapshot, Signature, TurnRecord
+from wisp_core.errors import EngineUnavailableError
+from wisp_core.simulator.recording import Recording, recording_of, write_recording
+
+_PERIOD_S = 1.0
+_MAX_TURNS = 10_000
+
+
+def record_trace(output: Path, duration_s: float, state_dir: Path) -> None:
+    """Record for ``duration_s`` seconds and write ``output``. Raises ConfigurationError when no turn ended."""
+    service = _Service(state_dir)
+    started_s = time.time()
+    typer.echo(f"wisp: recording {service.url} for {duration_s:g} s", err=True)
+    recording = collect(service, duration_s, started_s)
+    write_recording(output, recording)
+    trace = recording.trace
+    typer.echo(
+        f"{output}: {len(trace)} turns of {trace.num_sessions} sessions, {len(recording.snapshots)} snapshots, "
+        f"{len(recording.signatures)} signatures"
+    )
+
+
+def collect(service: _Service, duration_s: float, started_s: float) -> Recording:
+    """Watch ``service``; the turns are those that ended since ``started_s``, Unix seconds."""
+    snapshots: dict[tuple[str, float], ReplicaSnapshot] = {}
+    with suppress(KeyboardInterrupt):
+        while (left_s := started_s + duration_s - time.time()) > 0:
+            _keep(snapshots, service.read(0))
+            time.sleep(min(_PERIOD_S, left_s))
+    last = service.read(_MAX_TURNS)
+    _keep(snapshots, last)
+    turns = [TurnRecord.model_validate(turn) for turn in last["turns"]]
+    trace = recording_of((turn for turn in turns if turn.at_s >= started_s), source=f"recorded from {service.url}")
+    return Recording(
+        trace=trace,
+        snapshots=tuple(snapshots[key] for key in sorted(snapshots, key=lambda key: key[1])),
+        signatures=tuple(Signature.model_validate(one) for one in last["signatures"]),
+    )
+
+
+class _Service:
+    """The operator's side of a running service."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Raises ConfigurationError when none runs there."""
+        self.url = read_service_file(state_dir)["url"]
+        self._headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
+
+    def read(self, num_turns: int) -> dict[str, Any]:
+        """What the service knows now. Raises EngineUnavailableError when it does not answer."""
+        url = f"{self.url}/wisp/recording"
+        try:
+            answer = httpx.get(url, params={"turns": num_turns}, headers=self._headers, timeout=10)
+            recording: dict[str, Any] = answer.raise_for_status().json()
+        except httpx.HTTPError as error:
+            raise EngineUnavailableError(f"{self.url} does not answer: {error}") from error
+        return recording
+
+
+def _keep(snapshots: dict[tuple[str, float], ReplicaSnapshot], answer: dict[str, Any]) -> None:
+    for one in answer["snapshots"]:
+        snapshot = ReplicaSnapshot.model_validate(one)
+        snapshots[snapshot.replica_id, snapshot.at_s] = snapshot
