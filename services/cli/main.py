@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from services.cli.bench import app as bench_app
+from services.cli.simulate import app as simulate_app
 from services.cli.tenant import app as tenant_app
 from services.environment import prepare_driver
 from wisp_core.errors import WispError
@@ -17,6 +18,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 model_app = typer.Typer(no_args_is_help=True, help="Models to try things with.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
+app.add_typer(simulate_app, name="simulate")
+trace_app = typer.Typer(no_args_is_help=True, help="Workloads as numbers, for plan and simulate.")
+app.add_typer(trace_app, name="trace")
 app.add_typer(tenant_app, name="tenant")
 
 StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
@@ -110,6 +114,18 @@ def plan(
             plot=plot,
         )
     )
+
+
+@trace_app.command()
+def record(
+    output: Annotated[Path, typer.Option(help="Where the recording goes, JSON lines.")],
+    duration_s: Annotated[float, typer.Option(min=1, help="How long; Ctrl-C ends it earlier.")] = 60.0,
+    state_dir: StateDir = Path(".wisp"),
+) -> None:
+    """Record what a running service does: turns in numbers, and what its replicas report. No prompts."""
+    from services.cli.record import record_trace
+
+    record_trace(output, duration_s, state_dir)
 
 
 @model_app.command()

@@ -13,7 +13,7 @@ from services.config import HttpSettings
 from services.ingress.admin import NewTenant, Rotation, TenantAdmin, TenantLimits, parse
 from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
-from services.ingress.errors import invalid_key
+from services.ingress.errors import bad_request, invalid_key
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
@@ -47,6 +47,15 @@ def add_operator_routes(
         """Replicas, splits, sessions and decisions."""
         check_admin(request)
         return JSONResponse(await cluster.status())
+
+    @app.get("/wisp/recording")
+    async def recording(request: Request) -> Response:
+        """Snapshots with their curves, and finished turns in numbers: ``?turns=N`` of them."""
+        check_admin(request)
+        turns = request.query_params.get("turns", "0")
+        if not turns.isdecimal() or len(turns) > 6:
+            raise bad_request("'turns' must be a number of turns, 0 to 999999")
+        return JSONResponse(await cluster.recording(int(turns)))
 
     _add_tenant_routes(app, tenants, http, check_admin)
 

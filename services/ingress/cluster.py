@@ -76,6 +76,20 @@ class Cluster:
             )
         return {"at_s": time.time(), "replicas": replicas, "sessions": rows}
 
+    async def recording(self, num_turns: int) -> dict[str, Any]:
+        """What replicas report now, the turns that ended last, newest first, and their sessions' signatures.
+
+        Raises StoreUnavailableError.
+        """
+        snapshots = await self._store.list_snapshots()
+        turns = await self._store.list_turns(num_turns)
+        signatures = await self._store.read_signatures({turn.session_key for turn in turns})
+        return {
+            "snapshots": [one.model_dump(mode="json", exclude={"resident"}) for one in snapshots],
+            "turns": [turn.model_dump(mode="json") for turn in turns],
+            "signatures": [one.model_dump(mode="json") for one in signatures.values()],
+        }
+
     async def _replica_status(self, snapshot: ReplicaSnapshot) -> dict[str, Any]:
         plan, outcomes, decisions = await asyncio.gather(
             self._store.read_plan(snapshot.replica_id),

@@ -27,6 +27,7 @@ _SESSION = {
     "description": "Names the session of a turn.",
     "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:@=+~-]{1,128}$"},
 }
+_TURNS = {"name": "turns", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999999}}
 _TENANT = {"name": "tenant_id", "in": "path", "required": True, "schema": {"type": "string"}}
 _MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 
@@ -48,6 +49,7 @@ def openapi() -> dict[str, Any]:
             "/healthz": {"get": _operation("This process answers.", schemas)},
             "/readyz": {"get": _operation("Every engine serves.", schemas)},
             "/wisp/status": {"get": _operation("Replicas, splits, sessions.", schemas)},
+            "/wisp/recording": {"get": _operation("Snapshots and finished turns.", schemas, parameters=[_TURNS])},
             "/wisp/tenants": {
                 "get": _operation("Every tenant.", schemas),
                 "post": _operation("A new tenant.", schemas, NewTenant, success="201"),

@@ -161,6 +161,10 @@ async def test_turns_add_up_per_session(store: Store) -> None:
     assert (usage.turns, usage.failed_turns, usage.replica_id, usage.last_turn_at_s) == (2, 1, "r2", 1001.0)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 64, 20)
     assert (usage.ttft_sum_s, usage.ttft_turns, usage.decode_s) == (0.25, 1, 0.75)
+    newest, *older = await store.list_turns(10)
+    assert newest.session_key == "t/u/other"
+    assert older[-1] == good
+    assert len(await store.list_turns(2)) == 2
 
 
 async def test_a_lease_has_one_holder(store: Store) -> None:

@@ -147,6 +147,10 @@ class SessionStore(Protocol):
         """Add a finished turn to its session's and its tenant's usage and keep the session's placement alive."""
         ...
 
+    async def list_turns(self, n: int) -> list[TurnRecord]:
+        """The ``n`` turns that were recorded last, newest first; ``TURN_LOG_LENGTH`` of them are kept."""
+        ...
+
     async def list_sessions(self, n: int) -> list[SessionUsage]:
         """Usage of the ``n`` sessions that were active last, newest first."""
         ...

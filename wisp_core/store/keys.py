@@ -15,6 +15,7 @@ cluster, so that scripts and pipelines over several keys work there too.
 | ``placement:SESSION`` | hash, version, replica, Placement | ``SESSION_TTL_S`` after a turn | router | router, status |
 | ``placements`` | zset, SESSION by time placed, ``INDEX_LENGTH`` | none, oldest removed | router | status |
 | ``session:SESSION`` | hash, counters of SessionUsage | ``SESSION_TTL_S`` after a turn | ingress | status |
+| ``turn-log`` | list of TurnRecord, newest first, ``TURN_LOG_LENGTH`` | ``LOG_TTL_S`` | ingress | trace record |
 | ``sessions`` | zset, SESSION by last turn, ``INDEX_LENGTH`` | none, oldest removed | ingress | status |
 | ``tenants`` | hash, TENANT to TenantSpec | none | start-up, admin | ingress |
 | ``tenant-keys`` | hash, SHA-256 of a key to TENANT | none | start-up, admin | ingress |
@@ -32,6 +33,7 @@ SNAPSHOT_TTL_S = 30.0
 PLAN_TTL_S = 24 * 3600
 LOG_TTL_S = 24 * 3600
 LOG_LENGTH = 200
+TURN_LOG_LENGTH = 10_000
 SIGNATURE_TTL_S = 2 * 3600
 SESSION_TTL_S = 2 * 3600
 INDEX_LENGTH = 100_000
@@ -94,6 +96,11 @@ class Keys:
     def sessions(self) -> str:
         """Index of sessions by their last turn."""
         return f"{self.prefix}sessions"
+
+    @property
+    def turn_log(self) -> str:
+        """Turns that ended last."""
+        return f"{self.prefix}turn-log"
 
     @property
     def tenants(self) -> str:

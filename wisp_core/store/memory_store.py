@@ -47,6 +47,7 @@ class MemoryStore:
         self._decisions: defaultdict[str, deque[DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
         self._signatures: dict[str, tuple[float, Signature]] = {}
         self._placements: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
+        self._turn_log: deque[TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
         self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
         self._tenants: dict[str, TenantSpec] = {}
         self._tenant_usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -187,6 +188,12 @@ class MemoryStore:
         if turn.session_key in self._placements:
             _, placement = self._placements[turn.session_key]
             self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
+        self._turn_log.appendleft(turn)
+
+    async def list_turns(self, n: int) -> list[TurnRecord]:
+        """See Store."""
+        await self.ping()
+        return list(self._turn_log)[: max(0, n)]
 
     async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""

@@ -205,7 +205,14 @@ class RedisStore:
             pipe.expire(self._keys.placement(turn.session_key), k.SESSION_TTL_S)
             pipe.zadd(self._keys.sessions, {turn.session_key: turn.at_s})
             pipe.zremrangebyrank(self._keys.sessions, 0, -1 - k.INDEX_LENGTH)
+            pipe.lpush(self._keys.turn_log, turn.model_dump_json())
+            pipe.ltrim(self._keys.turn_log, 0, k.TURN_LOG_LENGTH - 1)
+            pipe.expire(self._keys.turn_log, k.LOG_TTL_S)
             await pipe.execute()
+
+    async def list_turns(self, n: int) -> list[TurnRecord]:
+        """See Store."""
+        return _parse_all(TurnRecord, await self._read_log(self._keys.turn_log, n))
 
     async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""
