@@ -169,7 +169,8 @@ class _Watch:
             await asyncio.sleep(0.5)
             health = {one["replica_id"]: one["is_healthy"] for one in await self._service.broadcast("health")}
             now = await self._pids()
-            if health.get(victim) and set(now[victim]).isdisjoint(pids[victim]) and now[victim]:
+            engine = set(now[victim][:-1])
+            if health.get(victim) and engine and engine.isdisjoint(pids[victim]):
                 break
         else:
             raise RuntimeError(f"{victim} did not serve again within {_RESTART_TIMEOUT_S:g} s")
@@ -180,6 +181,7 @@ class _Watch:
 
     async def _pids(self) -> dict[str, list[int]]:
         replicas: list[dict[str, Any]] = await self._service.broadcast("pids")
+        # The replica's own process comes last: it stays when its engine is started again.
         return {one["replica_id"]: [*one["engine_pids"], one["pid"]] for one in replicas}
 
     async def _snapshots(self, store: Any) -> list[ReplicaSnapshot]:
