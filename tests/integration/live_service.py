@@ -43,7 +43,7 @@ def service_config(directory: Path, port: int) -> dict[str, Any]:
         },
         "tenants": [
             {"tenant_id": "acme", "key_file": str(keys / "acme"), "requests_per_minute": 100_000,
-             "tokens_per_minute": 100_000_000},
+             "tokens_per_minute": 100_000_000, "max_concurrent_turns": 1000},
             {"tenant_id": "other", "key_file": str(keys / "other"), "requests_per_minute": 100_000},
             {"tenant_id": "limited", "key_file": str(keys / "limited"), "requests_per_minute": 2},
         ],

@@ -86,21 +86,21 @@ def test_no_secret_or_prompt_is_on_a_command_line_or_in_a_log(service: LiveServi
 
 
 def test_tenants_change_while_the_service_runs(service: LiveService) -> None:
-    admin = httpx.Client(
-        base_url=f"{service.url}/wisp/tenants", headers={"authorization": f"Bearer {service.admin_key}"}
-    )
+    tenants, admin = f"{service.url}/wisp/tenants", {"authorization": f"Bearer {service.admin_key}"}
 
     def status(key: str) -> int:
         return httpx.get(f"{service.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
-    with admin:
-        first = admin.post("", json={"tenant_id": "visitor", "weight": 2.0}).raise_for_status().json()["key"]
-        assert status(first) == 200
-        second = admin.post("/visitor/rotate").raise_for_status().json()["key"]
-        assert (status(first), status(second)) == (401, 200)
-        assert admin.patch("/visitor", json={"requests_per_minute": 5}).json()["requests_per_minute"] == 5
-        assert "visitor" in {one["tenant_id"] for one in admin.get("").json()["tenants"]}
-        assert admin.delete("/visitor").status_code == 204
+    new = {"tenant_id": "visitor", "weight": 2.0}
+    first = httpx.post(tenants, json=new, headers=admin).raise_for_status().json()["key"]
+    assert status(first) == 200
+    second = httpx.post(f"{tenants}/visitor/rotate", headers=admin).raise_for_status().json()["key"]
+    assert (status(first), status(second)) == (401, 200)
+    limited = httpx.patch(f"{tenants}/visitor", json={"requests_per_minute": 5}, headers=admin)
+    assert limited.json()["requests_per_minute"] == 5
+    listed = httpx.get(tenants, headers=admin).json()["tenants"]
+    assert "visitor" in {one["tenant_id"] for one in listed}
+    assert httpx.delete(f"{tenants}/visitor", headers=admin).status_code == 204
     assert status(second) == 401
 
 
