@@ -30,6 +30,8 @@ class Connection:
             retry=Retry(NoBackoff(), 1),
             **options,
         )
+        self.round_trips = 0
+        """Exchanges with the server since the start: a pipeline or a script is one, reading a list and its values too."""
         self._breaker = CircuitBreaker()
         self._scripts: dict[str, Any] = {}
 
@@ -41,6 +43,7 @@ class Connection:
         """
         if not self._breaker.allows():
             raise StoreUnavailableError("Redis does not answer")
+        self.round_trips += 1
         try:
             yield self.client
         except (RedisError, OSError) as error:

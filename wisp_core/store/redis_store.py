@@ -70,6 +70,11 @@ class RedisStore:
         self._keys = k.Keys(service)
         self._connection = Connection(url, password, timeout_s)
 
+    @property
+    def round_trips(self) -> int:
+        """Exchanges with Redis so far."""
+        return self._connection.round_trips
+
     async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:

@@ -1,0 +1,59 @@
+"""How often a router talks to Redis: counted by the server itself, bounded per turn."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from services.config import RoutingSettings
+from services.ingress.placement import PlacementDirectory, RouterConfig, Turn
+from wisp_core.store.redis_store import RedisStore
+
+REPLICAS = ["r1", "r2", "r3"]
+
+
+@pytest.fixture
+async def store(valkey: Any) -> AsyncIterator[RedisStore]:
+    opened = RedisStore(valkey.url, "traffic-test", password=valkey.password, timeout_s=1)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def server(valkey: Any) -> AsyncIterator[Redis]:
+    client = Redis.from_url(valkey.url, password=valkey.password, decode_responses=True)
+    yield client
+    await client.aclose()
+
+
+def turn(session: int) -> Turn:
+    return Turn(session_key=f"t/u/{session}", user_key="t/u", prompt_key="t/@p", tenant="t", max_tokens=10)
+
+
+async def calls(server: Redis) -> int:
+    """Commands that clients sent; those inside a script are the script's."""
+    stats = await server.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "mget", "get", "zrange"))
+
+
+async def test_a_turn_costs_one_exchange_and_a_new_session_two(store: RedisStore, server: Redis) -> None:
+    directory = PlacementDirectory(
+        store, RouterConfig(redis_url="redis://unused", service="traffic-test", routing=RoutingSettings())
+    )
+    directory.keep_replicas(REPLICAS)
+    await directory.rank(turn(0))  # reads the replicas once and loads the script
+    sent, exchanged = await calls(server), store.round_trips
+    for session in range(1, 101):
+        await directory.rank(turn(session))
+    # Where it lives, and what is known of it.
+    assert store.round_trips - exchanged == 200
+    assert await calls(server) - sent == 200
+    sent, exchanged = await calls(server), store.round_trips
+    for session in range(1, 101):
+        await directory.rank(turn(session))
+    # What is known of a session is read again after five seconds at the earliest.
+    assert store.round_trips - exchanged == 100
+    assert await calls(server) - sent == 100
