@@ -13,7 +13,7 @@ import typer
 
 from loadtests.bench import report
 from loadtests.bench.runner import Measured
-from loadtests.simulate import compare, scale
+from loadtests.simulate import compare, replay, scale
 from loadtests.simulate.engines import build_engine
 from loadtests.simulate.machine import hardware, versions
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
@@ -106,6 +106,24 @@ def compare_policies(
     rows = _save(config, compare.compare(config, _say), compare.summarize, columns, output)
     if plot is not None:
         draw(_compare_panels(rows), plot)
+
+
+@app.command("replay")
+def replay_recordings(
+    fit: Annotated[Path, typer.Option(help="Recording that costs are taken from; its split must not have moved.")],
+    judge: Annotated[list[str], typer.Option(help="Recording to replay, as FILE:POLICY or FILE; again for more.")],
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="The service's max_num_batched_tokens.")] = 1024,
+    epoch_s: Annotated[float, typer.Option(min=0.1, help="The service's policy.epoch_s.")] = 1.0,
+    window_s: Annotated[float, typer.Option(min=0.1, help="The service's replica.window_s.")] = 5.0,
+    output: Output = None,
+) -> None:
+    """Replay recordings of a live service (`wisp trace record`) and compare the latency of their turns."""
+    judged = tuple((name, policy or "static") for name, _, policy in (item.partition(":") for item in judge))
+    config = replay.ReplayConfig(
+        fit=str(fit), judged=judged, pass_tokens=chunk_tokens, epoch_s=epoch_s, window_s=window_s
+    )
+    columns = "recording policy cap turns measured_turn_s simulated_turn_s error measured_ttft_s simulated_ttft_s"
+    _save(config, replay.replays(config, Path()), replay.summarize, columns.split(), output)
 
 
 @app.command("scale")

@@ -82,16 +82,16 @@ def measured_curves(snapshots: Sequence[ReplicaSnapshot]) -> ExpertCurves:
 def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:
     """The trace of a service's finished turns. Raises ConfigurationError when there are none.
 
-    Each session is a client. Its first turn keeps its time; between two of them lies what the client paused. Prompts
-    that grew by at least the last answer count as continued: their common part is a prefix. Failed turns and those
-    without token counts are left out.
+    Replicas are numbered in the order of their ids. Each session is a client: its first turn keeps its time, and
+    between two of its turns lies what the client paused. A prompt that grew by at least the last answer continues the
+    conversation: what was there is its prefix. Failed turns and those without token counts are left out.
     """
     good = [turn for turn in turns if not turn.is_failed and turn.prompt_tokens > 0 and turn.completion_tokens > 0]
     good.sort(key=lambda turn: turn.at_s - turn.duration_s)
     if not good:
         raise ConfigurationError("no turn was recorded: record while turns run")
     start_s = good[0].at_s - good[0].duration_s
-    numbers = _Numbers()
+    numbers, replicas = _Numbers(), sorted({turn.replica_id for turn in good})
     last: dict[str, TurnRecord] = {}
     rows = []
     for turn in good:
@@ -116,6 +116,7 @@ def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:
                 output_tokens=turn.completion_tokens,
                 ttft_s=float("nan") if turn.ttft_s is None else turn.ttft_s,
                 duration_s=turn.duration_s,
+                replica=replicas.index(turn.replica_id),
             )
         )
     return Trace.of(rows, tenants=tuple(numbers.names("tenant")), source=source)

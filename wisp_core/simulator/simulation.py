@@ -42,6 +42,8 @@ class SimulationSettings:
     """What replicas report of their link's speed, as a factor of what is true."""
     curve_report: float = 1.0
     """The same of their miss curves."""
+    follows_recording: bool = False
+    """Turns run where the trace says that they ran, without a router."""
 
 
 def simulate(
@@ -72,7 +74,7 @@ def simulate(
     Raises:
         ValueError: More than one replica and no router.
     """
-    if num_replicas > 1 and router is None:
+    if num_replicas > 1 and router is None and not (settings and settings.follows_recording):
         raise ValueError("more than one replica needs a router")
     run = _Run(trace, engine, num_replicas, split or half_split(engine), policy, router, routing, weights, settings)
     return run.to_end()
@@ -154,6 +156,8 @@ class _Run:
         self._at_s: list[float] = turns["at_s"].tolist()
         self._think_s: list[float] = turns["think_s"].tolist()
         self._phases: list[int] = turns["phase"].tolist()
+        places = np.maximum(turns["replica"], 0) if self._settings.follows_recording else np.zeros(len(trace), int)
+        self._recorded: list[int] = places.tolist()
         self.arrived_s = np.full(len(trace), np.nan)
         self.first_token_s = np.full(len(trace), np.nan)
         self.ended_s = np.full(len(trace), np.nan)
@@ -217,7 +221,9 @@ class _Run:
         if job.prompt_tokens + job.output_tokens > self._engine.layout.max_model_len:
             self._follow(index)
             return
-        number = 0 if self._router is None else self._place(self._router, index, job)
+        number = self._recorded[index]
+        if self._router is not None:
+            number = self._place(self._router, index, job)
         self.replica_of[index] = number
         self._cluster.note_home(self._homes.get(job.session), number)
         self._homes[job.session] = number

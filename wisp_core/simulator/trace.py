@@ -37,6 +37,7 @@ TURN = np.dtype(
         ("output_tokens", np.int32),
         ("ttft_s", np.float64),
         ("duration_s", np.float64),
+        ("replica", np.int16),
     ]
 )
 _MEASURED = ("ttft_s", "duration_s")
@@ -64,6 +65,8 @@ class TraceTurn(NamedTuple):
     """As measured where the trace was recorded; NaN: not measured."""
     duration_s: float = math.nan
     """Likewise, from arrival to end."""
+    replica: int = -1
+    """Where it ran when it was recorded; -1: not known."""
 
 
 @dataclass(frozen=True, eq=False)

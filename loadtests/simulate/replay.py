@@ -1,0 +1,63 @@
+"""Recordings of a real service against their replay in the simulator: calibrated on one, judged on others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from policies.damping import Damped
+from policies.registry import load_policy
+from wisp_core.simulator.calibration import calibrated_engine, compare, replay, starting_split
+from wisp_core.simulator.recording import read_recording
+from wisp_core.simulator.simulation import SimulationSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Which recordings, and how the service ran."""
+
+    name: str = "simulate-replay"
+    fit: str
+    judged: tuple[tuple[str, str], ...]
+    """Recording and the policy that ran: ``static`` for one that moved nothing."""
+    pass_tokens: int = 1024
+    epoch_s: float = 1.0
+    window_s: float = 5.0
+
+
+def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
+    """A row for the fitted recording and each judged one."""
+    fitted = read_recording(directory / config.fit)
+    engine = calibrated_engine(fitted, pass_tokens=config.pass_tokens)
+    settings = SimulationSettings(epoch_s=config.epoch_s, window_s=config.window_s)
+    for name, policy in ((config.fit, "static"), *config.judged):
+        recording = read_recording(directory / name)
+        moving = None if policy == "static" else Damped(policy=load_policy(policy, {}))
+        split = starting_split(recording)
+        result = replay(recording.trace, engine, split=split, policy=moving, settings=settings)
+        figures = compare(recording.trace, result)
+        yield {
+            "recording": Path(name).stem,
+            "is_fitted": name == config.fit,
+            "policy": policy,
+            "cap": split.cap,
+            **asdict(figures),
+            "error": figures.error,
+        }
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the judged recordings, and whether the simulator orders all of them as the service does."""
+    judged = [row for row in rows if not row["is_fitted"]]
+    pairs = [
+        (one["measured_turn_s"] < other["measured_turn_s"]) == (one["simulated_turn_s"] < other["simulated_turn_s"])
+        for one, other in combinations(rows, 2)
+    ]
+    return {
+        "worst_error_pct": max(100 * abs(row["error"]) for row in judged),
+        "fitted_error_pct": max(100 * abs(row["error"]) for row in rows if row["is_fitted"]),
+        "is_order_same": all(pairs),
+    }

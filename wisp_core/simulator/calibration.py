@@ -1,0 +1,137 @@
+"""The costs of a live service's engine from a recording of it, so that the simulator stands for that service.
+
+Curves and compute constants are what the replicas have measured of themselves. Two more are fitted, since no part of
+the service sees them alone: what a decode step costs beside its forward (scheduling, sampling, sending), and what a
+turn costs outside the engine. Each is the difference of a mean between the recording and its replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wisp_core.contracts import ReplicaSnapshot, Split
+from wisp_core.errors import ConfigurationError
+from wisp_core.simulator.engine_model import EngineModel
+from wisp_core.simulator.recording import Recording
+from wisp_core.simulator.result import SimulationResult
+from wisp_core.simulator.simulation import SimulationSettings, simulate
+from wisp_core.simulator.trace import Trace
+
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Means of a recording and of its replay, seconds."""
+
+    turns: int
+    measured_turn_s: float
+    simulated_turn_s: float
+    measured_ttft_s: float
+    simulated_ttft_s: float
+
+    @property
+    def error(self) -> float:
+        """Simulated over measured mean turn latency, less 1."""
+        return self.simulated_turn_s / self.measured_turn_s - 1
+
+
+def calibrated_engine(recording: Recording, *, pass_tokens: int) -> EngineModel:
+    """The recorded service's engine.
+
+    Args:
+        recording: Of a service under load, with measured turns.
+        pass_tokens: Its ``max_num_batched_tokens``.
+
+    Raises:
+        ConfigurationError: No measured turns, or no snapshot with fitted costs.
+    """
+    engine = _measured_engine(recording, pass_tokens)
+    for _ in range(_ROUNDS):
+        result = replay(recording.trace, engine, split=starting_split(recording))
+        measured, simulated = _token_s(recording.trace), _simulated_token_s(result)
+        turns = recording.trace.turns
+        late_s = float(np.nanmean(turns["ttft_s"] - result.ttft_s))
+        engine = replace(
+            engine,
+            step_s=max(0.0, engine.step_s + measured - simulated),
+            turn_s=max(0.0, engine.turn_s + late_s),
+        )
+    return engine
+
+
+def replay(trace: Trace, engine: EngineModel, *, split: Split, **options: object) -> SimulationResult:
+    """Run a recorded trace as it was placed; ``options`` are those of `simulate`."""
+    settings = options.pop("settings", None) or SimulationSettings()
+    assert isinstance(settings, SimulationSettings)
+    return simulate(
+        trace,
+        engine,
+        num_replicas=int(trace.turns["replica"].max()) + 1,
+        split=split,
+        settings=replace(settings, follows_recording=True),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def compare(trace: Trace, result: SimulationResult) -> Replayed:
+    """The recording's means beside those of its replay, over the turns that both have."""
+    has_run = np.isfinite(result.ended_s)
+    turns = trace.turns[has_run]
+    return Replayed(
+        turns=int(has_run.sum()),
+        measured_turn_s=float(turns["duration_s"].mean()),
+        simulated_turn_s=float(result.latency_s[has_run].mean()),
+        measured_ttft_s=float(np.nanmean(turns["ttft_s"])),
+        simulated_ttft_s=float(result.ttft_s[has_run].mean()),
+    )
+
+
+def starting_split(recording: Recording) -> Split:
+    """The split of the first snapshot. Raises ConfigurationError when there is none."""
+    if not recording.snapshots:
+        raise ConfigurationError(f"{recording.trace.source}: no snapshot was recorded")
+    return recording.snapshots[0].split
+
+
+def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
+    if not recording.trace.has_measurements:
+        raise ConfigurationError(f"{recording.trace.source}: its turns were not measured; use `wisp trace record`")
+    fitted = [one for one in recording.snapshots if one.fit.num_samples and one.prefill_misses_by_cap]
+    if not fitted:
+        raise ConfigurationError(f"{recording.trace.source}: no snapshot has fitted costs; record under load")
+    last = fitted[-1]
+    return EngineModel(
+        name=last.model,
+        layout=last.layout,
+        budget_bytes=last.budget_bytes,
+        link_bytes_per_s=last.link_bytes_per_s,
+        curves=recording.expert_curves(),
+        step_s=_mean(fitted, "step_s"),
+        row_s=_mean(fitted, "token_s"),
+        pass_s=_mean(fitted, "pass_s"),
+        token_s=_mean(fitted, "prompt_token_s"),
+        pass_tokens=pass_tokens,
+        is_pass_overlapped=False,
+        pass_misses_by_cap=last.prefill_misses_by_cap,
+    )
+
+
+def _mean(snapshots: list[ReplicaSnapshot], name: str) -> float:
+    """Of the later half: a fit settles."""
+    late = snapshots[len(snapshots) // 2 :]
+    return float(np.mean([getattr(one.fit, name) for one in late]))
+
+
+def _token_s(trace: Trace) -> float:
+    """Seconds per output token after the first."""
+    turns = trace.turns
+    return float((turns["duration_s"] - turns["ttft_s"]).sum() / (turns["output_tokens"] - 1).clip(min=0).sum())
+
+
+def _simulated_token_s(result: SimulationResult) -> float:
+    has_run = np.isfinite(result.ended_s)
+    outputs = result.trace.turns["output_tokens"][has_run]
+    return float((result.ended_s - result.first_token_s)[has_run].sum() / (outputs - 1).clip(min=0).sum())
