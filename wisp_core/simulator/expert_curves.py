@@ -155,10 +155,15 @@ class ExpertCurves:
 
     def comeback_misses(self, others: int, cap: int) -> float:
         """Copies that a topic costs when it runs again after ``others`` different topics have."""
+        return float(self.comeback_by_cap(others)[cap])
+
+    def comeback_by_cap(self, others: int) -> FloatArray:
+        """The same at every cap, [E + 1]."""
         if others <= 0:
-            return 0.0
+            return np.zeros(self.num_experts + 1)
         low, high, share = _between(self.away, others)
-        return float(self.comeback[low, cap] * (1 - share) + self.comeback[high, cap] * share)
+        between: FloatArray = self.comeback[low] * (1 - share) + self.comeback[high] * share
+        return between
 
     def scaled(self, factor: float) -> ExpertCurves:
         """The same with all misses times ``factor``: what a wrong curve would say."""

@@ -40,6 +40,7 @@ class Observer:
         self._link, self._curve = link, curve
         self._samples: deque[_Sample] = deque([_Sample(*[0] * len(_Sample._fields))])
         self._mix: dict[tuple[int, int], float] = {}
+        self._comebacks: dict[int, float] = {}
         self._demand_seconds: dict[int, float] = {}
         self._reuse_edges = _edges(4 * replica.model.layout.max_kv_blocks)
         batches = range(1, replica.model.layout.max_num_seqs + 1)
@@ -127,13 +128,19 @@ class Observer:
         self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > 1e-3}
         for mix, steps in replica.mix.items():
             self._mix[mix] = self._mix.get(mix, 0.0) + steps
+        self._comebacks = {others: count * decay for others, count in self._comebacks.items() if count * decay > 1e-3}
+        for others, count in replica.comebacks.items():
+            self._comebacks[others] = self._comebacks.get(others, 0.0) + count
         replica.mix.clear()
+        replica.comebacks.clear()
         total = sum(self._mix.values())
         if not total:
             return ()
         curves = replica.model.curves
         mean = sum(np.array(curves.by_cap(*mix)) * (steps / total) for mix, steps in self._mix.items())
-        return tuple((np.asarray(mean) * self._curve).tolist())
+        back = sum(curves.comeback_by_cap(others) * (count / total) for others, count in self._comebacks.items())
+        # A real curve never rises; what comebacks were measured to cost has noise.
+        return tuple((np.minimum.accumulate(np.asarray(mean) + np.asarray(back)) * self._curve).tolist())
 
     def _demand(self, now_s: float, first: _Sample, last: _Sample, span_s: float) -> KvDemand:
         replica, layout = self._replica, self._replica.model.layout

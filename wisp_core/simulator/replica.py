@@ -94,6 +94,7 @@ class Replica:
         self.reuses: deque[Reuse] = deque()
         self.totals = Totals()
         self.mix: dict[tuple[int, int], float] = {}  # decode steps by (batch, topics)
+        self.comebacks: Counter[int] = Counter()  # of topics, by how many others ran in between
         self._decoding: list[tuple[float, int, Job]] = []
         self._steps = 0.0  # every decoding turn has had this many since the start
         self._target = 0.0  # how many there will be at the next event
@@ -263,6 +264,7 @@ class Replica:
                 if recent == topic:
                     break
                 others += 1
+            self.comebacks[others] += 1
             misses = self.model.curves.comeback_misses(others, self.cap)
             self._stall_s += misses * self.model.copy_s
             self.totals.comeback_misses += misses
