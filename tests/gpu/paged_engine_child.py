@@ -8,7 +8,8 @@ import os
 import random
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,15 @@ def ask(llm: LLM, lengths: list[int]) -> str:
     rng = random.Random(0)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 150_000) for _ in range(length)]} for length in lengths]
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=3)
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=3,
+            extra_args={"wisp_session": f"tenant/user/{seed}"},
+        )
         for seed in range(len(lengths))
     ]
     found = []
@@ -74,14 +83,32 @@ def used_bytes() -> int:
     return int(total - free)
 
 
-def run_fixed_budget(model: str, arguments: dict[str, Any], caps: list[int], budget_bytes: int) -> dict[str, Any]:
+def run_fixed_budget(model: str, arguments: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """Resizes between the caps; what experts leave is KV, up to a bound that keeps the pools moving."""
+    caps = job["caps"]
     settings = WispSettings(
-        cap=caps[0], vram_budget_bytes=budget_bytes, activation_bytes=1 << 30, host_memory_bytes=HOST_BYTES
+        cap=caps[0] if caps else None,
+        vram_budget_bytes=job["budget_bytes"],
+        activation_bytes=1 << 30,
+        host_memory_bytes=HOST_BYTES,
+        **job.get("wisp", {}),
     )
+    started_s = time.perf_counter()
     engine = OfflineEngine(model, arguments, settings)
+    start_s = time.perf_counter() - started_s
     layout, budget = engine.snapshot().layout, engine.snapshot().budget_bytes
-    result: dict[str, Any] = {"answers": [ask_all(engine.llm)], "outcomes": [], "used_bytes": [used_bytes()]}
+    result: dict[str, Any] = {
+        "answers": [ask_all(engine.llm)],
+        "outcomes": [],
+        "used_bytes": [used_bytes()],
+        "is_paged": layout.is_paged,
+        "start_s": start_s,
+        "signatures": signatures(engine),
+        "decode": engine.snapshot().decode.model_dump(),
+    }
+    pager = current_pager()
+    if pager is not None:
+        result["prefetched"] = asdict(pager.prefetched)  # type: ignore[attr-defined]
     for cap in caps[1:]:
         blocks = min(layout.kv_blocks_within(budget - layout.experts_bytes_by_cap[cap]), 3000)
         result["outcomes"].append(engine.resize(engine.plan(Split(cap=cap, kv_blocks=blocks))).outcome)
@@ -90,6 +117,14 @@ def run_fixed_budget(model: str, arguments: dict[str, Any], caps: list[int], bud
         engine.check_integrity()
     engine.shutdown()
     return result
+
+
+def signatures(engine: OfflineEngine) -> dict[str, list[int]]:
+    """Decode tokens, lookups and hits by key. The first call may only start the copy."""
+    found = engine.signatures()
+    torch.cuda.synchronize()
+    found += engine.signatures()
+    return {one.key: [one.decode_tokens, one.lookups, one.hits] for one in found}
 
 
 def run_caps(model: str, arguments: dict[str, Any], caps: list[int]) -> dict[str, Any]:
@@ -113,11 +148,14 @@ def run_caps(model: str, arguments: dict[str, Any], caps: list[int]) -> dict[str
 def main() -> None:
     job = json.loads(sys.argv[1])
     register()
-    with tempfile.TemporaryDirectory() as directory:
-        write_shape(Path(directory), replace(QWEN3_30B_A3B, layers=4))
+    with tempfile.TemporaryDirectory() as scratch:
+        # One directory for engines that share experts: the copy is keyed by it.
+        directory = job.get("model_dir", scratch)
+        if not Path(directory, "config.json").exists():
+            write_shape(Path(directory), replace(QWEN3_30B_A3B, layers=4))
         arguments = {**ARGUMENTS, **job["engine_args"]}
         if "budget_bytes" in job:
-            result = run_fixed_budget(directory, arguments, job["caps"], job["budget_bytes"])
+            result = run_fixed_budget(directory, arguments, job)
         else:
             result = run_caps(directory, arguments, job["caps"])
     sys.stdout.write("\n" + json.dumps(result) + "\n")
