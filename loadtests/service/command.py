@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import typer
 
 from loadtests.bench.report import print_table, result_path
 from loadtests.service.made_up import python_path, with_made_up_weights
-from loadtests.service.run import Found, ServiceRun, run_service
+from loadtests.service.run import Found, ServiceRun, host_copies, run_service
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
 from wisp_core.errors import ConfigurationError
@@ -33,7 +34,13 @@ def measure_service(config_path: Path, model: str | None, run: ServiceRun, outpu
         config = _with_model(ServiceConfig.load(config_path), model, Path(scratch))
         # The engine with all experts inherits what the replicas are given.
         set_in_this_process(replica_environment(config) | {"PYTHONPATH": python_path(Path(scratch))})
-        found = run_service(config, run)
+        copies_before = host_copies(config)
+        try:
+            found = run_service(config, run)
+        finally:
+            if model is not None:  # written for this run, so nobody will attach to its copy again
+                for copy in host_copies(config) - copies_before:
+                    shutil.rmtree(copy)
     found.summary["ok"] = is_good(found.summary)
     device = "cuda" if config.replica.num_gpus else "cpu"
     path = (output or result_path("service", device)).resolve()

@@ -60,6 +60,7 @@ def run_service(config: ServiceConfig, run: ServiceRun) -> Found:
     found = Found()
     started_s = time.monotonic()
     samples = sample_turns([tenant.tenant_id for tenant in config.tenants], run.num_samples)
+    copies_before = host_copies(config)
     with checked_start(config), Service(config) as service:
         found.summary["ready_s"] = time.monotonic() - started_s
         live, pids = asyncio.run(_Watch(service, run, found).run(samples))
@@ -72,7 +73,7 @@ def run_service(config: ServiceConfig, run: ServiceRun) -> Found:
         "identity_mismatches": len(mismatches),
         "identity_first_mismatches": mismatches[:3],
         "identity_tokens": sum(map(len, resident)),
-        "host_copies": _host_copies(config),
+        "host_copies": [_size_bytes(copy) for copy in sorted(host_copies(config) - copies_before)],
     }
     return found
 
@@ -248,9 +249,11 @@ def _locust_row(row: Mapping[str, str]) -> Row:
     }
 
 
-def _host_copies(config: ServiceConfig) -> list[int]:
-    """Bytes of each copy of experts that lies in the host's store now."""
-    if config.replica.host_store_dir is None:
-        return []
-    copies = Path(config.replica.host_store_dir).glob("wisp-experts-*")
-    return [sum(file.stat().st_blocks * 512 for file in copy.iterdir()) for copy in copies]
+def host_copies(config: ServiceConfig) -> set[Path]:
+    """The copies of experts that lie in the host's store now."""
+    directory = config.replica.host_store_dir
+    return set() if directory is None else set(Path(directory).glob("wisp-experts-*"))
+
+
+def _size_bytes(copy: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in copy.iterdir())
