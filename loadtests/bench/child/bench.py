@@ -48,9 +48,9 @@ class Bench:
         if self.pager is None or self.pager.cap == cap:
             return
         self.pager.set_cap(cap)
-        backing = getattr(self.pager, "backing", None)
-        if hasattr(backing, "trim"):  # pages that no slot needs count as the process's
-            backing.trim()
+        trim = getattr(getattr(self.pager, "backing", None), "trim", None)
+        if trim is not None:  # pages that no slot needs count as the process's
+            trim()
 
     def set_chunk_tokens(self, num_tokens: int) -> None:
         """Let a step compute at most so many tokens; the engine was started for as many or more."""
