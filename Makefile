@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "==> $(VENV): $$(grep -cv '^#' constraints-cpu.txt) pinned packages (a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) -r constraints-cpu.txt || { \
-		echo "==> if torch's CPU build was not found: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"; exit 1; }
+		echo "==> if torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
