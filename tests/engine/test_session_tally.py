@@ -66,21 +66,6 @@ def used(signature: Signature) -> set[int]:
     return set(np.flatnonzero(unpack(signature) > 0).tolist())
 
 
-def test_a_prompt_tells_of_the_answer_to_come(engine: OfflineEngine) -> None:
-    """Topics are planted in this model: what a new session's prompt uses is close to what its answer will use."""
-    words = [first_word_id() + topic * TINY.words_per_topic for topic in (0, 1, 2)]
-    prompts = [{"prompt_token_ids": list(range(first, first + 32))} for first in words]
-    keys = [f"topics/u/{topic}" for topic in (0, 1, 2)]
-    engine.generate(prompts, [sampling(1, 48, key) for key in keys])
-    found = {signature.key: signature for signature in engine.signatures()}
-    answers = [use_rates(found[key], top_k=TINY.top_k) for key in keys]
-    for number, key in enumerate(keys):
-        prefill = use_rates(found[key], top_k=TINY.top_k, is_prefill=True)
-        own, *others = (float(overlap(prefill, answers[(number + i) % 3])) for i in range(3))
-        assert own > 0.5
-        assert own > 1.3 * max(others)
-
-
 def test_users_tenants_and_the_engine_have_tallies_of_their_own(engine: OfflineEngine) -> None:
     before = {signature.key: signature for signature in engine.signatures()}
     assert before == {}
@@ -95,6 +80,21 @@ def test_only_touched_keys_are_exported(engine: OfflineEngine) -> None:
     run(engine, [0])
     assert set(run(engine, [1])) == {"", "acme", "acme/u1", SESSIONS[1]}
     assert engine.signatures() == []
+
+
+def test_a_prompt_tells_of_the_answer_to_come(engine: OfflineEngine) -> None:
+    """Topics are planted in this model: what a new session's prompt uses is close to what its answer will use."""
+    words = [first_word_id() + topic * TINY.words_per_topic for topic in (0, 1, 2)]
+    prompts = [{"prompt_token_ids": list(range(first, first + 32))} for first in words]
+    keys = [f"topics/u/{topic}" for topic in (0, 1, 2)]
+    engine.generate(prompts, [sampling(1, 48, key) for key in keys])
+    found = {signature.key: signature for signature in engine.signatures()}
+    answers = [use_rates(found[key], top_k=TINY.top_k) for key in keys]
+    for number, key in enumerate(keys):
+        prefill = use_rates(found[key], top_k=TINY.top_k, is_prefill=True)
+        own, *others = (float(overlap(prefill, answers[(number + i) % 3])) for i in range(3))
+        assert own > 0.5
+        assert own > 1.3 * max(others)
 
 
 def test_prefixes_of_a_session_key() -> None:
