@@ -130,7 +130,16 @@ def replay_recordings(
 def measure_scale(output: Output = None) -> None:
     """How fast the simulator is, from one replica to ten thousand."""
     config = scale.ScaleConfig()
-    columns = ("replicas", "turns", "router", "generate_s", "simulate_s", "us_per_turn", "mean_turn_s", "busy_share")
+    columns = (
+        "replicas",
+        "turns",
+        "router",
+        "generate_s",
+        "simulate_s",
+        "cpu_us_per_turn",
+        "mean_turn_s",
+        "busy_share",
+    )
     _save(config, scale.scale(config, _say), _scale_summary, columns, output)
 
 
@@ -161,7 +170,7 @@ def _save(
 
 def _scale_summary(rows: list[Row]) -> dict[str, Any]:
     largest = max(rows, key=lambda row: (row["turns"], row["replicas"]))
-    return {"turns": largest["turns"], "replicas": largest["replicas"], "simulate_s": largest["simulate_s"]}
+    return {name: largest[name] for name in ("turns", "replicas", "simulate_s", "simulate_cpu_s")}
 
 
 def _checked(caps: list[int] | None, num_experts: int) -> list[int]:

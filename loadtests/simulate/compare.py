@@ -51,7 +51,7 @@ class CompareConfig:
     card: str = "rtx-4090"
     budgets_gb: tuple[float, ...] = (16.0, 20.0, 24.0)
     workflows: tuple[str, ...] = tuple(WORKFLOWS)
-    num_turns: int = 600
+    num_turns: int = 2000
     fit_seed: int = 1
     judge_seed: int = 2
     max_model_len: int = 32768
@@ -153,8 +153,8 @@ def _misreport(snapshot: ReplicaSnapshot, *, link: float, curve: float) -> Repli
     return snapshot.model_copy(
         update={
             "link_bytes_per_s": snapshot.link_bytes_per_s * link,
+            # Of decode steps: what a prefill misses is counted, not predicted.
             "decode_misses_by_cap": tuple(misses * curve for misses in snapshot.decode_misses_by_cap),
-            "prefill_misses_by_cap": tuple(misses * curve for misses in snapshot.prefill_misses_by_cap),
         }
     )
 

@@ -56,7 +56,7 @@ def scale(config: ScaleConfig, say: Callable[[str], None]) -> Iterator[dict[str,
         started_s = time.perf_counter()
         trace = open_sessions(work, sessions_per_s=replicas * config.turns_per_s_and_replica / 14, seed=config.seed)
         generated_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         result = simulate(
             trace,
             engine,
@@ -64,7 +64,7 @@ def scale(config: ScaleConfig, say: Callable[[str], None]) -> Iterator[dict[str,
             router=ROUTERS[router](),
             routing=routing if router == "scored" else None,
         )
-        seconds = time.perf_counter() - started_s
+        seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
         yield {
             "replicas": replicas,
             "turns": len(trace),
@@ -72,7 +72,8 @@ def scale(config: ScaleConfig, say: Callable[[str], None]) -> Iterator[dict[str,
             "router": router,
             "generate_s": generated_s,
             "simulate_s": seconds,
-            "us_per_turn": 1e6 * seconds / len(trace),
+            "simulate_cpu_s": cpu_s,
+            "cpu_us_per_turn": 1e6 * cpu_s / len(trace),
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "simulated_s": result.makespan_s,
             "mean_turn_s": result.mean_turn_s,

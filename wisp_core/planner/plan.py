@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, log2
 
 import numpy as np
 
@@ -127,7 +127,7 @@ def make_plan(request: PlanRequest) -> Plan:
     trace = _workload(request)
     curves = request.curves or replay_curves(
         RoutingModel(layers=request.shape.num_moe_layers, experts=request.shape.num_experts, top_k=request.shape.top_k),
-        max_batch=max(2, request.concurrency),
+        max_batch=max(8, 2 ** ceil(log2(request.concurrency))),
     )
     chunks = CHUNKS if request.chunk_tokens is None else (request.chunk_tokens,)
     plans, problems = list[Plan](), list[str]()
