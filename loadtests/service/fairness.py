@@ -36,7 +36,7 @@ class FairnessConfig:
     turns: int = 200
     """Of B, in each condition."""
     b_sessions: int = 1
-    b_prompt_words: int = 180
+    b_prompt_words: int = 400
     b_tokens: int = 96
     b_weight: float = 9.0
     a_requests_per_minute: int = 60
@@ -46,9 +46,9 @@ class FairnessConfig:
     thrash_sessions: int = 2
     """Of A, one turn after the other, within limits that do not refuse any."""
     cap: int = 16
-    link_bytes_per_s: float = 400e6
+    link_bytes_per_s: float = 1.2e9
     """Emulated."""
-    batched_tokens: int = 64
+    batched_tokens: int = 128
     """Tokens of one step: what a turn waits for that comes while somebody else's prompt is computed."""
 
 
@@ -105,7 +105,7 @@ class Fairness:
         others = {"alone": _nothing, "flood": self._flood, "thrash": self._thrash}[name]
         async with others() as done:
             await asyncio.sleep(2.0 if name != "alone" else 0.0)
-            turns = await self._turns_of_b()
+            turns = await self._turns_of_b(self._config.turns)
         good = [turn for turn in turns if turn.error is None]
         row = {
             "condition": name,
@@ -119,12 +119,16 @@ class Fairness:
         }
         return row | _of_a(done)
 
-    async def _turns_of_b(self) -> list[StreamedTurn]:
+    async def warm_up(self) -> None:
+        """A few turns that are not counted."""
+        await self._turns_of_b(8)
+
+    async def _turns_of_b(self, count: int) -> list[StreamedTurn]:
         turns: list[StreamedTurn] = []
 
         async def run(session: int) -> None:
             chooser = random.Random(self._number * 100 + session)
-            while len(turns) < self._config.turns:
+            while len(turns) < count:
                 turns.append(await self._turn("b", f"b-{session}", self._words_of_b(chooser), self._config.b_tokens, 0))
                 await asyncio.sleep(0.02)
 
@@ -238,7 +242,8 @@ async def measure(config: FairnessConfig, runs: int) -> list[dict[str, Any]]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
                 fairness = Fairness(service, client, config)
-                rows = [{"run": 0, **await fairness.condition("alone")}]  # warms up, and is not counted
+                await fairness.warm_up()
+                rows = []
                 for run in range(1, runs + 1):
                     rows += [{"run": run, **await fairness.condition(name)} for name in ("alone", "flood", "thrash")]
                 rows.append({"run": runs, "retry_after_is_right": await fairness.retry_after_is_right()})
@@ -247,7 +252,7 @@ async def measure(config: FairnessConfig, runs: int) -> list[dict[str, Any]]:
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the runs of B's 95th percentiles, over those alone in the same run."""
-    counted = [row for row in rows if row["run"] > 0 and "condition" in row]
+    counted = [row for row in rows if "condition" in row]
     by = {(row["run"], row["condition"]): row for row in counted}
     runs = sorted({row["run"] for row in counted})
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from wisp_core.engine.fair_share import STEPS_PER_TRIAL, FairShare, StepPart
+from wisp_core.engine.fair_share import MAX_AHEAD_S, STEPS_PER_TRIAL, FairShare, StepPart
 
 DECODE = StepPart(decode_tokens=1)
 StepSeconds = Callable[[Mapping[str, StepPart]], float]
@@ -41,7 +41,7 @@ class Engine:
             self.share.note_step(parts, held, active, seconds, self.now_s)
             for tenant in parts:
                 self.steps[tenant] += 1
-        return (self.now_s - began_s) / (self.steps[active[0]] - began_steps)
+        return (self.now_s - began_s) / max(1, self.steps[active[0]] - began_steps)
 
 
 def thrashing(parts: Mapping[str, StepPart]) -> float:
@@ -123,12 +123,27 @@ def test_waiting_turns_go_in_the_order_of_recent_use_by_weight() -> None:
     assert engine.share.may_join("a", "b"), "what was long ago counts no more"
 
 
-def test_credit_is_not_saved_up_and_debt_stays() -> None:
+def test_what_is_owed_outlasts_a_pause_between_turns_and_credit_is_bounded() -> None:
     engine = Engine({"a": DECODE, "b": DECODE}, thrashing)
     engine.begin("a", "b")
-    engine.run(300, "b", "a")
+    engine.run(301, "b", "a")
+    owed_s = engine.share._tenants["a"].ahead_s
     engine.begin("a")
-    assert engine.share._tenants["a"].ahead_s <= 0.0
+    assert engine.share._tenants["a"].ahead_s == owed_s
+    alone = Engine({"a": DECODE, "b": DECODE}, lambda parts: 0.01)
+    alone.begin("a", "b")
+    alone.run(2000, "a", "b")
+    assert alone.share._tenants["a"].ahead_s <= MAX_AHEAD_S
+
+
+def test_a_step_that_measures_is_said_to_be_one() -> None:
+    engine = Engine({"a": DECODE, "b": DECODE}, lambda parts: 0.01)
+    engine.begin("a", "b")
+    trials = 0
+    for _ in range(20):
+        engine.run(1, "a", "b")
+        trials += engine.share.is_trial
+    assert trials == 2, "one for each"
 
 
 def test_idle_tenants_are_forgotten_once_their_use_has_decayed() -> None:

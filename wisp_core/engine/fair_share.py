@@ -13,11 +13,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-MAX_CREDIT_S = 0.02
-"""How much a tenant that was ahead can be delayed before it counts as behind."""
-MAX_LEAD_S = 1.0
-"""What is made good, or has to be given back: more than one long prefill."""
-REMEASURE_S = 2.0
+SLACK_S = 0.02
+"""How far behind its promise a tenant counts as behind."""
+MAX_AHEAD_S = 0.2
+"""What a tenant that was ahead can be delayed by before it is behind, at most; about one step with a prompt in it."""
+MAX_BEHIND_S = 1.0
+"""What is made good, at most."""
+BALANCE_HALF_LIFE_S = 10.0
+"""Time after which half of what is owed is forgotten."""
+REMEASURE_S = 5.0
 """Age at which what a tenant's step takes alone is measured again."""
 STEPS_PER_TRIAL = 32
 """At most one step in so many is run to measure again."""
@@ -43,9 +47,7 @@ class _Tenant:
 
     weight: float = 1.0
     ahead_s: float = 0.0
-    """Engine seconds received beyond the promise, credit forgotten; negative: behind it."""
-    lead_s: float = 0.0
-    """The same with credit remembered: what it has to give back when others are behind."""
+    """Engine seconds received beyond the promise; negative: behind it."""
     used_s: float = 0.0
     """Decayed engine seconds, per weight."""
     step_s: float = 0.0
@@ -65,12 +67,12 @@ class FairShare:
         self._tenants: dict[str, _Tenant] = {}
         self._last_step_s = 0.0
         self._steps_since_trial = 0
+        self.is_trial = False
+        """Whether the next step is to measure what one tenant's decode step takes alone: no prompt belongs in it."""
 
     def begin(self, tenant: str, weight: float) -> None:
-        """``tenant`` has turns now; one that comes back has no credit, and what it used lately still counts."""
-        state = self._tenants.setdefault(tenant, _Tenant())
-        state.weight = weight
-        state.ahead_s, state.lead_s = min(state.ahead_s, 0.0), max(state.lead_s, 0.0)
+        """``tenant`` has turns now; what it used and is owed from lately still counts."""
+        self._tenants.setdefault(tenant, _Tenant()).weight = weight
 
     def used_s(self, tenant: str) -> float:
         """Engine seconds per weight that ``tenant`` used lately: waiting turns of the least go first."""
@@ -83,17 +85,16 @@ class FairShare:
 
     def held(self, active: Collection[str], now_s: float) -> frozenset[str]:
         """Tenants of ``active`` (those with running or waiting turns) that the next step goes without."""
-        if len(active) < 2:
-            return frozenset()
-        trial = self._trial(active, now_s)
+        trial = self._trial(active, now_s) if len(active) > 1 else None
+        self.is_trial = trial is not None
         if trial is not None:
             return frozenset(active) - {trial}
         states = {tenant: self._tenants[tenant] for tenant in active}
-        if all(state.ahead_s >= 0 for state in states.values()):
+        if all(state.ahead_s >= -SLACK_S for state in states.values()):
             return frozenset()
         costs = {tenant: state.step_s / state.weight for tenant, state in states.items()}
         mean = sum(costs.values()) / len(costs)
-        return frozenset(t for t, state in states.items() if state.lead_s > 0 and costs[t] >= mean)
+        return frozenset(t for t, state in states.items() if state.ahead_s >= -SLACK_S and costs[t] >= mean)
 
     def _trial(self, active: Collection[str], now_s: float) -> str | None:
         """A tenant whose step alone has to be measured: it decodes now, and its measure is old."""
@@ -137,9 +138,8 @@ class FairShare:
                 # It had no work or no room, for which nobody else is to be held.
                 state.ahead_s, state.decode_tokens = max(state.ahead_s, 0.0), 0
                 continue
-            gained_s = received_s - seconds * state.weight / total_weight
-            state.ahead_s = min(max(state.ahead_s + gained_s, -MAX_LEAD_S), MAX_CREDIT_S)
-            state.lead_s = min(max(state.lead_s + gained_s, -MAX_LEAD_S), MAX_LEAD_S)
+            ahead_s = state.ahead_s + received_s - seconds * state.weight / total_weight
+            state.ahead_s = min(max(ahead_s, -MAX_BEHIND_S), MAX_AHEAD_S)
 
     def _measure(self, tenant: str, part: StepPart, seconds: float, now_s: float) -> None:
         """Learn from a step that had one tenant only."""
@@ -159,10 +159,11 @@ class FairShare:
         return min(seconds, state.decode_s.get(_magnitude(part.decode_tokens), seconds))
 
     def _decay(self, now_s: float) -> None:
-        factor = 0.5 ** (max(0.0, now_s - self._last_step_s) / USE_HALF_LIFE_S)
+        passed_s = max(0.0, now_s - self._last_step_s)
         self._last_step_s = now_s
         for state in self._tenants.values():
-            state.used_s *= factor
+            state.used_s *= 0.5 ** (passed_s / USE_HALF_LIFE_S)
+            state.ahead_s *= 0.5 ** (passed_s / BALANCE_HALF_LIFE_S)
 
     def forget_idle(self, active: Collection[str]) -> None:
         """Drop tenants without turns whose recent use no longer matters."""

@@ -121,7 +121,10 @@ class FairTurns:
         return self._tenant(request) in self._held or (request.is_prefill_chunk and not self._may_join(request, first))
 
     def _may_join(self, request: Any, first: str | None) -> bool:
-        return first is None or self._share.may_join(self._tenant(request), first)
+        """Whether a step may compute this turn's prompt."""
+        if first is None:
+            return True
+        return not self._share.is_trial and self._share.may_join(self._tenant(request), first)
 
     def _choose(self, waiting: list[Any], first: str | None) -> tuple[list[Any], list[Any]]:
         """Split the waiting turns into those that may start now and the others."""
