@@ -17,7 +17,7 @@ from rich.table import Table
 
 from services.plots import Line, Panel, draw
 from wisp_core.errors import ConfigurationError
-from wisp_core.planner.cards import CARDS, Card, find_card
+from wisp_core.planner.cards import CARDS, Card, card_named, find_card
 from wisp_core.planner.estimate import Estimate
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan
@@ -126,16 +126,17 @@ def card_of_this_machine() -> Card:
     query = shutil.which("nvidia-smi")
     if query is None:
         raise ConfigurationError(f"no GPU here: name one by --card ({', '.join(CARDS)})")
-    fields = "name,pcie.link.gen.max,pcie.link.width.max"
+    fields = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
     command = [query, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
-    name = answer.splitlines()[0].split(",")[0].strip() if answer.strip() else ""
-    for card in sorted(CARDS.values(), key=lambda card: -len(card.name)):
-        if card.name.replace("-", " ") in name.lower().replace("-", " "):
-            return card
-    raise ConfigurationError(
-        f"no profile for {name or 'the GPU here'!r}: name a like one by --card ({', '.join(CARDS)})"
-    )
+    parts = [part.strip() for part in answer.partition("\n")[0].split(",")]
+    card = card_named(parts[0])
+    if card is None or len(parts) < len(fields.split(",")):
+        raise ConfigurationError(
+            f"no profile for {parts[0] or 'this GPU'!r}: name a like one by --card ({', '.join(CARDS)})"
+        )
+    memory_mib, pcie, lanes = (int(part) if part.isdecimal() else 0 for part in parts[1:4])
+    return card.in_machine(memory_bytes=memory_mib << 20 or card.memory_bytes, pcie=pcie, lanes=lanes)
 
 
 def serve_settings(plan: Plan, model: str, dtype: str | None, kv_dtype: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from loadtests.shapes import SHAPES, config_of
 from loadtests.traces import generate, workflow, write_trace
 from services.cli.main import app
-from services.cli.plan import serve_settings, vllm_command
+from services.cli.plan import card_of_this_machine, serve_settings, vllm_command
 from services.config import ServiceConfig
 from wisp_core.allocation.solver import violations
 from wisp_core.errors import ConfigurationError
@@ -178,3 +178,29 @@ def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str
     answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])
     assert answer.exit_code != 0
     assert said in str(answer.exception)
+
+
+@pytest.mark.parametrize(
+    ("answer", "memory_gib", "link_gb_per_s"),
+    [
+        ("NVIDIA GeForce RTX 4090, 24564, 4, 16", 24564 / 1024, 25.5),
+        ("NVIDIA GeForce RTX 4090, 24564, 3, 8", 24564 / 1024, 6.4),
+        ("NVIDIA GeForce RTX 4090, 24564, [N/A], [N/A]", 24564 / 1024, 25.5),
+    ],
+)
+def test_this_machine_s_card_is_what_its_driver_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, memory_gib: float, link_gb_per_s: float
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    card = card_of_this_machine()
+    assert card.memory_bytes == pytest.approx(memory_gib * 2**30)
+    assert card.link_bytes_per_s / 1e9 == pytest.approx(link_gb_per_s, rel=0.02)
+
+
+def test_without_a_gpu_a_card_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="--card"):
+        card_of_this_machine()

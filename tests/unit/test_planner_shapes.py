@@ -6,7 +6,7 @@ import pytest
 
 from loadtests.shapes import SHAPES, config_of
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
-from wisp_core.planner.cards import CARDS, find_card
+from wisp_core.planner.cards import CARDS, card_named, find_card
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.quantization import Quantization
 
@@ -182,3 +182,26 @@ def test_cards_have_sane_sizes_and_names_are_told() -> None:
 
 def test_no_quantization_is_a_quantization() -> None:
     assert Quantization.read(None).expert_parameter_bytes(4, 8, 2) == (2 * 8 * 4 * 2, 4 * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ],
+)
+def test_a_driver_s_name_finds_its_profile(product: str, name: str) -> None:
+    card = card_named(product)
+    assert card is not None
+    assert card.name == name
+
+
+def test_a_name_without_a_profile_finds_none() -> None:
+    assert card_named("NVIDIA A100-SXM4-80GB") is None
+    assert card_named("NVIDIA RTX 6000 Ada Generation") is None

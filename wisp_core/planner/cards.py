@@ -6,12 +6,12 @@ nominal rate, which is what page-locked copies reach on PCIe 4.0 and 3.0 x16 hos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wisp_core.errors import ConfigurationError
 
 _GB = 10**9
-_PCIE_X16 = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
+_PCIE_X16 = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9, 6: 126.0e9}
 _LINK_SHARE = 0.81
 
 
@@ -35,8 +35,17 @@ class Card:
 
     def with_link(self, bytes_per_s: float) -> Card:
         """The same card behind a link that was measured."""
-        fields = {**self.__dict__, "link_bytes_per_s": bytes_per_s, "link": "as given", "link_error": 0.03}
-        return Card(**fields)
+        return replace(self, link_bytes_per_s=bytes_per_s, link="as given", link_error=0.03)
+
+    def in_machine(self, *, memory_bytes: int, pcie: int, lanes: int) -> Card:
+        """The same card as a machine's driver describes it: its memory, and the link that both ends can do."""
+        if pcie not in _PCIE_X16 or lanes <= 0:
+            return replace(self, memory_bytes=memory_bytes)
+        link = f"PCIe {pcie}.0 x{lanes}"
+        if link == self.link:
+            return replace(self, memory_bytes=memory_bytes)
+        speed = _PCIE_X16[pcie] * lanes / 16 * _LINK_SHARE
+        return replace(self, memory_bytes=memory_bytes, link_bytes_per_s=speed, link=link, link_error=0.15)
 
 
 def _card(name: str, memory_gb: float, memory_gb_per_s: float, tflops: float, pcie: int, lanes: int = 16) -> Card:
@@ -86,3 +95,10 @@ def find_card(name: str) -> Card:
         return CARDS[name.lower()]
     except KeyError:
         raise ConfigurationError(f"--card {name}: known are {', '.join(CARDS)}") from None
+
+
+def card_named(product: str) -> Card | None:
+    """The profile of a card by its product name, as a driver tells it; None when there is none."""
+    words = set(product.lower().replace("-", " ").split())
+    fitting = [card for card in CARDS.values() if words.issuperset(card.name.split("-"))]
+    return max(fitting, key=lambda card: len(card.name), default=None)
