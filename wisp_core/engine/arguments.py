@@ -18,6 +18,7 @@ _OWNED = {
     "num_gpu_blocks_override": "vram_budget_bytes sizes the KV cache",
     "kv_cache_memory_bytes": "vram_budget_bytes sizes the KV cache",
     "gpu_memory_utilization": "vram_budget_bytes is the engine's share of the card",
+    "enable_return_routed_experts": "signatures come from the pager, and which experts a turn used is nobody else's",
     "kv_transfer_config": "blocks that a connector reads must not be unmapped",
 }
 _CPU = {
