@@ -38,6 +38,8 @@ class FairnessConfig:
     b_sessions: int = 1
     b_prompt_words: int = 400
     b_tokens: int = 96
+    b_pause_s: tuple[float, float] = (0.05, 0.3)
+    """Between two turns of a session, at random."""
     b_weight: float = 9.0
     a_requests_per_minute: int = 60
     a_kv_share: float = 0.5
@@ -130,7 +132,7 @@ class Fairness:
             chooser = random.Random(self._number * 100 + session)
             while len(turns) < count:
                 turns.append(await self._turn("b", f"b-{session}", self._words_of_b(chooser), self._config.b_tokens, 0))
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(chooser.uniform(*self._config.b_pause_s))
 
         self._number += 1
         async with asyncio.TaskGroup() as group:
