@@ -9,18 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
-from wisp_core.contracts import (
-    DecisionRecord,
-    Placement,
-    ReplicaSnapshot,
-    ResizeOutcome,
-    SessionUsage,
-    Signature,
-    SplitPlan,
-    TenantSpec,
-    TenantUsage,
-    TurnRecord,
-)
+from wisp_core import contracts as c
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
@@ -40,16 +29,16 @@ class MemoryStore:
         """``clock`` gives Unix seconds; TTLs follow it."""
         self.is_available = True
         self._clock = clock
-        self._snapshots: dict[str, tuple[float, ReplicaSnapshot]] = {}
-        self._plans: dict[str, SplitPlan] = {}
+        self._snapshots: dict[str, tuple[float, c.ReplicaSnapshot]] = {}
+        self._plans: dict[str, c.SplitPlan] = {}
         self._plan_written = asyncio.Condition()
-        self._outcomes: defaultdict[str, deque[ResizeOutcome]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
-        self._decisions: defaultdict[str, deque[DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
-        self._signatures: dict[str, tuple[float, Signature]] = {}
-        self._placements: OrderedDict[str, tuple[float, Placement]] = OrderedDict()
-        self._turn_log: deque[TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
+        self._outcomes: defaultdict[str, deque[c.ResizeOutcome]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
+        self._decisions: defaultdict[str, deque[c.DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
+        self._signatures: dict[str, tuple[float, c.Signature]] = {}
+        self._placements: OrderedDict[str, tuple[float, c.Placement]] = OrderedDict()
+        self._turn_log: deque[c.TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
         self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
-        self._tenants: dict[str, TenantSpec] = {}
+        self._tenants: dict[str, c.TenantSpec] = {}
         self._tenant_usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._full_at_s: dict[tuple[str, Limit], float] = {}
         self._turns: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -63,12 +52,12 @@ class MemoryStore:
     async def close(self) -> None:
         """See Store."""
 
-    async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
+    async def write_snapshot(self, snapshot: c.ReplicaSnapshot) -> None:
         """See Store."""
         await self.ping()
         self._snapshots[snapshot.replica_id] = (self._clock() + k.SNAPSHOT_TTL_S, snapshot)
 
-    async def list_snapshots(self) -> list[ReplicaSnapshot]:
+    async def list_snapshots(self) -> list[c.ReplicaSnapshot]:
         """See Store."""
         await self.ping()
         now_s = self._clock()
@@ -79,7 +68,7 @@ class MemoryStore:
         await self.ping()
         self._snapshots.pop(replica_id, None)
 
-    async def write_plan(self, plan: SplitPlan) -> bool:
+    async def write_plan(self, plan: c.SplitPlan) -> bool:
         """See Store."""
         await self.ping()
         current = self._plans.get(plan.replica_id)
@@ -90,14 +79,14 @@ class MemoryStore:
             self._plan_written.notify_all()
         return True
 
-    async def read_plan(self, replica_id: str) -> SplitPlan | None:
+    async def read_plan(self, replica_id: str) -> c.SplitPlan | None:
         """See Store."""
         await self.ping()
         return self._plans.get(replica_id)
 
-    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[c.SplitPlan, None]:
         """See Store."""
-        last: SplitPlan | None = None
+        last: c.SplitPlan | None = None
         while True:
             plan = self._plans.get(replica_id) if self.is_available else None
             if plan is not None and is_news(plan, last):
@@ -107,40 +96,40 @@ class MemoryStore:
                 async with asyncio.timeout(period_s), self._plan_written:
                     await self._plan_written.wait()
 
-    async def append_outcome(self, outcome: ResizeOutcome) -> None:
+    async def append_outcome(self, outcome: c.ResizeOutcome) -> None:
         """See Store."""
         await self.ping()
         self._outcomes[outcome.replica_id].appendleft(outcome)
 
-    async def list_outcomes(self, replica_id: str, n: int) -> list[ResizeOutcome]:
+    async def list_outcomes(self, replica_id: str, n: int) -> list[c.ResizeOutcome]:
         """See Store."""
         await self.ping()
         return list(self._outcomes[replica_id])[: max(0, n)]
 
-    async def append_decision(self, record: DecisionRecord) -> None:
+    async def append_decision(self, record: c.DecisionRecord) -> None:
         """See Store."""
         await self.ping()
         self._decisions[record.replica_id].appendleft(record)
 
-    async def list_decisions(self, replica_id: str, n: int) -> list[DecisionRecord]:
+    async def list_decisions(self, replica_id: str, n: int) -> list[c.DecisionRecord]:
         """See Store."""
         await self.ping()
         return list(self._decisions[replica_id])[: max(0, n)]
 
-    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
+    async def write_signatures(self, signatures: Iterable[c.Signature]) -> None:
         """See Store."""
         await self.ping()
         until_s = self._clock() + k.SIGNATURE_TTL_S
         self._signatures.update({signature.key: (until_s, signature) for signature in signatures})
 
-    async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
+    async def read_signatures(self, keys: Iterable[str]) -> dict[str, c.Signature]:
         """See Store."""
         await self.ping()
         now_s = self._clock()
         found = {key: self._signatures[key] for key in keys if key in self._signatures}
         return {key: signature for key, (until_s, signature) in found.items() if until_s > now_s}
 
-    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+    async def place(self, session_key: str, expected_version: int | None, placement: c.Placement) -> c.Placement:
         """See Store."""
         current = await self.read_placement(session_key)
         until_s = self._clock() + k.SESSION_TTL_S
@@ -153,18 +142,18 @@ class MemoryStore:
             self._placements.popitem(last=False)
         return placement
 
-    async def read_placement(self, session_key: str) -> Placement | None:
+    async def read_placement(self, session_key: str) -> c.Placement | None:
         """See Store."""
         return (await self.read_placements([session_key])).get(session_key)
 
-    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
+    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, c.Placement]:
         """See Store."""
         await self.ping()
         now_s = self._clock()
         found = {key: self._placements[key] for key in session_keys if key in self._placements}
         return {key: placement for key, (until_s, placement) in found.items() if until_s > now_s}
 
-    async def list_placements(self, n: int) -> list[Placement]:
+    async def list_placements(self, n: int) -> list[c.Placement]:
         """See Store."""
         newest = list(reversed(self._placements))[: max(0, n)]
         return list((await self.read_placements(newest)).values())
@@ -174,7 +163,7 @@ class MemoryStore:
         await self.ping()
         self._placements.pop(session_key, None)
 
-    async def record_turn(self, turn: TurnRecord) -> None:
+    async def record_turn(self, turn: c.TurnRecord) -> None:
         """See Store."""
         await self.ping()
         usage = self._usage.pop(turn.session_key, {})
@@ -190,18 +179,18 @@ class MemoryStore:
             self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
         self._turn_log.appendleft(turn)
 
-    async def list_turns(self, n: int) -> list[TurnRecord]:
+    async def list_turns(self, n: int) -> list[c.TurnRecord]:
         """See Store."""
         await self.ping()
         return list(self._turn_log)[: max(0, n)]
 
-    async def list_sessions(self, n: int) -> list[SessionUsage]:
+    async def list_sessions(self, n: int) -> list[c.SessionUsage]:
         """See Store."""
         await self.ping()
         newest = sorted(self._usage.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
         return [usage_from_fields(key, fields) for key, fields in newest[: max(0, n)]]
 
-    async def write_tenant(self, tenant: TenantSpec) -> None:
+    async def write_tenant(self, tenant: c.TenantSpec) -> None:
         """See Store."""
         await self.ping()
         self._tenants[tenant.tenant_id] = tenant
@@ -212,18 +201,18 @@ class MemoryStore:
         self._tenants.pop(tenant_id, None)
         self._tenant_usage.pop(tenant_id, None)
 
-    async def list_tenant_usage(self) -> list[TenantUsage]:
+    async def list_tenant_usage(self) -> list[c.TenantUsage]:
         """See Store."""
         await self.ping()
         known = sorted(self._tenants.keys() & self._tenant_usage.keys())
         return [tenant_usage_from_fields(tenant_id, self._tenant_usage[tenant_id]) for tenant_id in known]
 
-    async def list_tenants(self) -> list[TenantSpec]:
+    async def list_tenants(self) -> list[c.TenantSpec]:
         """See Store."""
         await self.ping()
         return [self._tenants[tenant_id] for tenant_id in sorted(self._tenants)]
 
-    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
+    async def find_tenant_by_key(self, key_sha256: str) -> c.TenantSpec | None:
         """See Store."""
         await self.ping()
         return next((tenant for tenant in self._tenants.values() if key_sha256 in tenant.key_sha256), None)

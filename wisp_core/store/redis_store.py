@@ -12,19 +12,7 @@ from pydantic import ValidationError
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
-from wisp_core.contracts import (
-    Contract,
-    DecisionRecord,
-    Placement,
-    ReplicaSnapshot,
-    ResizeOutcome,
-    SessionUsage,
-    Signature,
-    SplitPlan,
-    TenantSpec,
-    TenantUsage,
-    TurnRecord,
-)
+from wisp_core import contracts as c
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store import scripts
@@ -38,7 +26,7 @@ from wisp_core.store.usage import (
     usage_from_fields,
 )
 
-ContractT = TypeVar("ContractT", bound=Contract)
+ContractT = TypeVar("ContractT", bound=c.Contract)
 
 
 def _parse(cls: type[ContractT], text: str | None) -> ContractT | None:
@@ -75,7 +63,7 @@ class RedisStore:
         """Exchanges with Redis so far."""
         return self._connection.round_trips
 
-    async def write_snapshot(self, snapshot: ReplicaSnapshot) -> None:
+    async def write_snapshot(self, snapshot: c.ReplicaSnapshot) -> None:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
             pipe.set(
@@ -85,14 +73,14 @@ class RedisStore:
             pipe.zremrangebyscore(self._keys.replicas, "-inf", time.time() - k.SNAPSHOT_TTL_S)
             await pipe.execute()
 
-    async def list_snapshots(self) -> list[ReplicaSnapshot]:
+    async def list_snapshots(self) -> list[c.ReplicaSnapshot]:
         """See Store."""
         async with self._connection.guard() as redis:
             replica_ids = sorted(await redis.zrange(self._keys.replicas, 0, -1))
             if not replica_ids:
                 return []
             texts = await redis.mget([self._keys.snapshot(replica_id) for replica_id in replica_ids])
-        return _parse_all(ReplicaSnapshot, texts)
+        return _parse_all(c.ReplicaSnapshot, texts)
 
     async def delete_snapshot(self, replica_id: str) -> None:
         """See Store."""
@@ -101,20 +89,20 @@ class RedisStore:
             pipe.zrem(self._keys.replicas, replica_id)
             await pipe.execute()
 
-    async def write_plan(self, plan: SplitPlan) -> bool:
+    async def write_plan(self, plan: c.SplitPlan) -> bool:
         """See Store."""
         keys = [self._keys.plan(plan.replica_id), self._keys.plan_wakeup(plan.replica_id)]
         args: list[str | int | float] = [plan.revision, plan.model_dump_json(), k.PLAN_TTL_S * 1000]
         return bool(await self._connection.run(scripts.WRITE_PLAN, keys, args))
 
-    async def read_plan(self, replica_id: str) -> SplitPlan | None:
+    async def read_plan(self, replica_id: str) -> c.SplitPlan | None:
         """See Store."""
         async with self._connection.guard() as redis:
-            return _parse(SplitPlan, await redis.hget(self._keys.plan(replica_id), "plan"))
+            return _parse(c.SplitPlan, await redis.hget(self._keys.plan(replica_id), "plan"))
 
-    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[SplitPlan, None]:
+    async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[c.SplitPlan, None]:
         """See Store. Messages lost while Redis was away do not matter: the key is re-read each period."""
-        last: SplitPlan | None = None
+        last: c.SplitPlan | None = None
         async with self._connection.client.pubsub(ignore_subscribe_messages=True) as wakeups:
             while True:
                 with contextlib.suppress(StoreUnavailableError):
@@ -124,39 +112,39 @@ class RedisStore:
                         yield plan
                 await _wait_for_wakeup(wakeups, self._keys.plan_wakeup(replica_id), period_s)
 
-    async def append_outcome(self, outcome: ResizeOutcome) -> None:
+    async def append_outcome(self, outcome: c.ResizeOutcome) -> None:
         """See Store."""
         await self._append(self._keys.outcomes(outcome.replica_id), outcome)
 
-    async def list_outcomes(self, replica_id: str, n: int) -> list[ResizeOutcome]:
+    async def list_outcomes(self, replica_id: str, n: int) -> list[c.ResizeOutcome]:
         """See Store."""
-        return _parse_all(ResizeOutcome, await self._read_log(self._keys.outcomes(replica_id), n))
+        return _parse_all(c.ResizeOutcome, await self._read_log(self._keys.outcomes(replica_id), n))
 
-    async def append_decision(self, record: DecisionRecord) -> None:
+    async def append_decision(self, record: c.DecisionRecord) -> None:
         """See Store."""
         await self._append(self._keys.decisions(record.replica_id), record)
 
-    async def list_decisions(self, replica_id: str, n: int) -> list[DecisionRecord]:
+    async def list_decisions(self, replica_id: str, n: int) -> list[c.DecisionRecord]:
         """See Store."""
-        return _parse_all(DecisionRecord, await self._read_log(self._keys.decisions(replica_id), n))
+        return _parse_all(c.DecisionRecord, await self._read_log(self._keys.decisions(replica_id), n))
 
-    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
+    async def write_signatures(self, signatures: Iterable[c.Signature]) -> None:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             for signature in signatures:
                 pipe.set(self._keys.signature(signature.key), signature.model_dump_json(), ex=k.SIGNATURE_TTL_S)
             await pipe.execute()
 
-    async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
+    async def read_signatures(self, keys: Iterable[str]) -> dict[str, c.Signature]:
         """See Store."""
         wanted = [self._keys.signature(key) for key in keys]
         if not wanted:
             return {}
         async with self._connection.guard() as redis:
             texts = await redis.mget(wanted)
-        return {signature.key: signature for signature in _parse_all(Signature, texts)}
+        return {signature.key: signature for signature in _parse_all(c.Signature, texts)}
 
-    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+    async def place(self, session_key: str, expected_version: int | None, placement: c.Placement) -> c.Placement:
         """See Store."""
         args: list[str | int | float] = [
             "" if expected_version is None else expected_version,
@@ -169,22 +157,22 @@ class RedisStore:
             k.INDEX_LENGTH,
         ]
         keys = [self._keys.placement(session_key), self._keys.placements]
-        winner = _parse(Placement, await self._connection.run(scripts.PLACE, keys, args))
+        winner = _parse(c.Placement, await self._connection.run(scripts.PLACE, keys, args))
         return placement if winner is None else winner
 
-    async def read_placement(self, session_key: str) -> Placement | None:
+    async def read_placement(self, session_key: str) -> c.Placement | None:
         """See Store."""
         return (await self.read_placements([session_key])).get(session_key)
 
-    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
+    async def read_placements(self, session_keys: Iterable[str]) -> dict[str, c.Placement]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             for session_key in session_keys:
                 pipe.hget(self._keys.placement(session_key), "placement")
             texts = await pipe.execute()
-        return {placement.session_key: placement for placement in _parse_all(Placement, texts)}
+        return {placement.session_key: placement for placement in _parse_all(c.Placement, texts)}
 
-    async def list_placements(self, n: int) -> list[Placement]:
+    async def list_placements(self, n: int) -> list[c.Placement]:
         """See Store."""
         async with self._connection.guard() as redis:
             session_keys = await redis.zrange(self._keys.placements, 0, n - 1, desc=True) if n > 0 else []
@@ -197,7 +185,7 @@ class RedisStore:
             pipe.zrem(self._keys.placements, session_key)
             await pipe.execute()
 
-    async def record_turn(self, turn: TurnRecord) -> None:
+    async def record_turn(self, turn: c.TurnRecord) -> None:
         """See Store."""
         usage_key = self._keys.session(turn.session_key)
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
@@ -215,11 +203,11 @@ class RedisStore:
             pipe.expire(self._keys.turn_log, k.LOG_TTL_S)
             await pipe.execute()
 
-    async def list_turns(self, n: int) -> list[TurnRecord]:
+    async def list_turns(self, n: int) -> list[c.TurnRecord]:
         """See Store."""
-        return _parse_all(TurnRecord, await self._read_log(self._keys.turn_log, n))
+        return _parse_all(c.TurnRecord, await self._read_log(self._keys.turn_log, n))
 
-    async def list_sessions(self, n: int) -> list[SessionUsage]:
+    async def list_sessions(self, n: int) -> list[c.SessionUsage]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             session_keys = await redis.zrange(self._keys.sessions, 0, n - 1, desc=True) if n > 0 else []
@@ -228,7 +216,7 @@ class RedisStore:
             rows = await pipe.execute()
         return [usage_from_fields(key, row) for key, row in zip(session_keys, rows, strict=True) if row]
 
-    async def write_tenant(self, tenant: TenantSpec) -> None:
+    async def write_tenant(self, tenant: c.TenantSpec) -> None:
         """See Store."""
         args = [tenant.tenant_id, tenant.model_dump_json(), *tenant.key_sha256]
         await self._connection.run(scripts.WRITE_TENANT, [self._keys.tenants, self._keys.tenant_keys], [*args])
@@ -238,7 +226,7 @@ class RedisStore:
         keys = [self._keys.tenants, self._keys.tenant_keys, self._keys.tenant_usage(tenant_id)]
         await self._connection.run(scripts.DELETE_TENANT, keys, [tenant_id])
 
-    async def list_tenant_usage(self) -> list[TenantUsage]:
+    async def list_tenant_usage(self) -> list[c.TenantUsage]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             tenant_ids = sorted(await redis.hkeys(self._keys.tenants))
@@ -248,17 +236,17 @@ class RedisStore:
         pairs = zip(tenant_ids, rows, strict=True)
         return [tenant_usage_from_fields(tenant_id, row) for tenant_id, row in pairs if row]
 
-    async def list_tenants(self) -> list[TenantSpec]:
+    async def list_tenants(self) -> list[c.TenantSpec]:
         """See Store."""
         async with self._connection.guard() as redis:
             rows: dict[str, str] = await redis.hgetall(self._keys.tenants)
-        return _parse_all(TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
+        return _parse_all(c.TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
 
-    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
+    async def find_tenant_by_key(self, key_sha256: str) -> c.TenantSpec | None:
         """See Store."""
         async with self._connection.guard() as redis:
             tenant_id = await redis.hget(self._keys.tenant_keys, key_sha256)
-            return None if tenant_id is None else _parse(TenantSpec, await redis.hget(self._keys.tenants, tenant_id))
+            return None if tenant_id is None else _parse(c.TenantSpec, await redis.hget(self._keys.tenants, tenant_id))
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
         """See Store."""
@@ -313,7 +301,7 @@ class RedisStore:
         """See Store."""
         await self._connection.close()
 
-    async def _append(self, key: str, record: Contract) -> None:
+    async def _append(self, key: str, record: c.Contract) -> None:
         async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
             pipe.lpush(key, record.model_dump_json())
             pipe.ltrim(key, 0, k.LOG_LENGTH - 1)
