@@ -100,7 +100,7 @@ class BudgetConfig:
     budgets_bytes: tuple[int, ...]
     prompt_tokens: int = 8000
     batch: int = 8
-    resizes: int = 6
+    resizes: int = 5
     max_model_len: int = 8192
     chunk_tokens: int = 8192
 

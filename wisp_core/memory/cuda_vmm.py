@@ -18,8 +18,12 @@ from cuda.bindings import driver
 from wisp_core.memory.mappings import Mappings, PageRange
 from wisp_core.memory.region import ByteRange
 
-_FILLER_PAGES = 16
-"""Length of the filler: one driver call maps so many page indices to it, and a call costs as much as for one."""
+_LONGEST_FILLER_PAGES = 16
+"""Length of the longest filler: one driver call maps so many page indices to it, and costs as much as for one."""
+
+
+Fillers = dict[int, Any]
+"""Physical memory by its length in pages; a driver mapping maps such a piece whole."""
 
 
 def _call(result: tuple[Any, ...]) -> Any:
@@ -46,7 +50,7 @@ class _PagePool:
         self.page_bytes = int(_call(driver.cuMemGetAllocationGranularity(self._properties, granularity)))
         self.num_pages = 0
         self.free: list[Any] = []
-        self._filler: Any = None
+        self._fillers: Fillers = {}
 
     def take(self, num_pages: int) -> list[Any]:
         """Pages with any content. Raises MemoryError with nothing changed."""
@@ -63,12 +67,29 @@ class _PagePool:
         del self.free[len(self.free) - num_pages :]
         return taken
 
-    def filler(self) -> Any:
-        """`_FILLER_PAGES` pages in one piece, always the same ones, which count as pages for good."""
-        if self._filler is None:
-            self._filler = _call(driver.cuMemCreate(_FILLER_PAGES * self.page_bytes, self._properties, 0))
-            self.num_pages += _FILLER_PAGES
-        return self._filler
+    def fillers(self) -> Fillers:
+        """One piece of each length that `Mappings` uses, always the same ones, which count as pages for good."""
+        if not self._fillers:
+            self._fillers = self._make_fillers()
+            self.num_pages += sum(self._fillers)
+        return self._fillers
+
+    def _make_fillers(self) -> Fillers:
+        """Pieces of zeros: even a stray read should find numbers."""
+        lengths = [1 << power for power in range(_LONGEST_FILLER_PAGES.bit_length())]
+        num_bytes = sum(lengths) * self.page_bytes
+        address = int(_call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
+        fillers: Fillers = {}
+        for length in lengths:
+            fillers[length] = _call(driver.cuMemCreate(length * self.page_bytes, self._properties, 0))
+            start = address + (length - 1) * self.page_bytes  # the shorter ones come before
+            _call(driver.cuMemMap(start, length * self.page_bytes, 0, fillers[length], 0))
+        _call(driver.cuMemSetAccess(address, num_bytes, [self.access], 1))
+        _call(driver.cuMemsetD8(address, 0, num_bytes))
+        torch.cuda.synchronize()
+        _call(driver.cuMemUnmap(address, num_bytes))
+        _call(driver.cuMemAddressFree(address, num_bytes))
+        return fillers
 
     def trim(self) -> None:
         """Return the free pages to the driver."""
@@ -85,18 +106,18 @@ def _release(pages: list[Any]) -> None:
 class _AddressRange:
     """A reserved range and what is mapped in it; torch keeps it alive as long as a tensor needs it.
 
-    With a ``filler``, every page index that has no page of its own maps a page of that instead.
+    With ``fillers``, every page index that has no page of its own maps a page of those instead.
     """
 
-    def __init__(self, num_bytes: int, pool: _PagePool, filler: Any | None) -> None:
+    def __init__(self, num_bytes: int, pool: _PagePool, fillers: Fillers) -> None:
         self.num_pages = num_bytes // pool.page_bytes
         self.pages: dict[int, Any] = {}  # those backed
         self._pool = pool
-        self._filler = filler
-        self._filled = Mappings(_FILLER_PAGES)
+        self._fillers = fillers
+        self._filled = Mappings(_LONGEST_FILLER_PAGES)
         self._address = int(_call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
         # Not at exit: the driver may be gone by then, and the process's end frees everything.
-        finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, filler is not None)
+        finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, bool(fillers))
         finalizer.atexit = False
 
     @property
@@ -105,17 +126,17 @@ class _AddressRange:
         return {"shape": (num_bytes,), "typestr": "|i1", "data": (self._address, False), "version": 3}
 
     def fill(self, start: int, stop: int) -> None:
-        """Map the filler, if there is one, at page indices ``[start, stop)``, where nothing is mapped."""
-        if self._filler is None or start == stop:
+        """Map fillers, if there are any, at page indices ``[start, stop)``, where nothing is mapped."""
+        if not self._fillers or start == stop:
             return
         for first, last in self._filled.add(start, stop):
-            self._map(first, last, self._filler)
+            self._map(first, last, self._fillers[last - first])
         self._allow_access(start, stop)
 
     def back(self, start: int, pages: list[Any]) -> None:
         """Map ``pages`` in order from index ``start`` on, where no page is backed."""
         stop = start + len(pages)
-        if self._filler is not None:
+        if self._fillers:
             filled_start, filled_stop = self._filled.remove(start, stop)
             self._unmap(filled_start, filled_stop)
             self.fill(filled_start, start)
@@ -158,7 +179,7 @@ def _free(address: int, num_bytes: int, pages: dict[int, Any], pool: _PagePool, 
 class CudaRegion:
     """One reserved range; see `wisp_core.memory.region.Region` for the contract."""
 
-    def __init__(self, name: str, num_bytes: int, pool: _PagePool, device: torch.device, filler: Any | None) -> None:
+    def __init__(self, name: str, num_bytes: int, pool: _PagePool, device: torch.device, fillers: Fillers) -> None:
         if num_bytes <= 0:
             raise ValueError(f"region {name!r}: num_bytes must be positive, got {num_bytes}")
         self.name = name
@@ -166,8 +187,8 @@ class CudaRegion:
         self.num_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
         self._pool = pool
         self._device = device
-        self._is_filled = filler is not None
-        self._range = _AddressRange(self.num_bytes, pool, filler)
+        self._is_filled = bool(fillers)
+        self._range = _AddressRange(self.num_bytes, pool, fillers)
         self._tensor = self._make_tensor()
 
     def tensor(self) -> torch.Tensor:
@@ -182,7 +203,7 @@ class CudaRegion:
         wanted = self._pages(ranges) - self._range.pages.keys()
         pages = self._pool.take(len(wanted))
         if self._is_filled and wanted:
-            torch.cuda.synchronize(self._device)  # a stray access in flight may still need the filler
+            torch.cuda.synchronize(self._device)  # a stray access in flight may still need a filler
         fresh = []
         for start, stop in _runs(wanted):
             self._range.back(start, [pages.pop() for _ in range(start, stop)])
@@ -215,8 +236,6 @@ class CudaRegion:
         self._range.back(0, self._pool.take(1))
         tensor = torch.as_tensor(self._range, device=self._device)
         self._pool.free += self._range.release(0, 1)
-        if self._is_filled:
-            tensor[: 2 * _FILLER_PAGES * self.page_bytes].zero_()  # the filler; even a stray read should find numbers
         return tensor
 
     def _pages(self, ranges: Iterable[ByteRange]) -> set[int]:
@@ -259,21 +278,21 @@ class CudaBacking:
         torch.zeros(1, device=self.device)  # the driver calls need the device's context
         index = self.device.index
         self._pool = _PagePool(torch.cuda.current_device() if index is None else index)
-        self._filler = self._pool.filler() if has_filler else None
+        self._fillers = self._pool.fillers() if has_filler else {}
         self.page_bytes = self._pool.page_bytes
 
     def reserve(self, name: str, num_bytes: int) -> CudaRegion:
         """Reserve ``num_bytes`` (rounded up to whole pages), nothing backed."""
-        return CudaRegion(name, num_bytes, self._pool, self.device, self._filler)
+        return CudaRegion(name, num_bytes, self._pool, self.device, self._fillers)
 
     def with_filler(self) -> CudaBacking:
-        """A backing with the same pages whose regions have a filler."""
+        """A backing with the same pages whose regions have fillers."""
         backing = copy.copy(self)
-        backing._filler = self._pool.filler()
+        backing._fillers = self._pool.fillers()
         return backing
 
     def physical_bytes(self) -> int:
-        """Bytes of all pages that exist: mapped in some region, free for the next, and the filler."""
+        """Bytes of all pages that exist: mapped in some region, free for the next, and the fillers."""
         return self._pool.num_pages * self.page_bytes
 
     def trim(self) -> None:

@@ -9,16 +9,22 @@ PageRange = tuple[int, int]
 
 
 class Mappings:
-    """Mappings of at most ``longest`` pages each, side by side or apart."""
+    """Mappings of 1, 2, 4, ... up to ``longest`` pages, side by side or apart: a physical piece is mapped whole too."""
 
     def __init__(self, longest: int) -> None:
+        """``longest`` is a power of two."""
         self._longest = longest
         self._starts: list[int] = []  # ascending
         self._stop_of: dict[int, int] = {}
 
     def add(self, start: int, stop: int) -> list[PageRange]:
         """Cover ``[start, stop)``, none of which is covered; returns the new mappings."""
-        pieces = [(at, min(at + self._longest, stop)) for at in range(start, stop, self._longest)]
+        pieces = []
+        at = start
+        while at < stop:
+            length = min(self._longest, 1 << (stop - at).bit_length() - 1)
+            pieces.append((at, at + length))
+            at += length
         index = bisect.bisect_left(self._starts, start)
         self._starts[index:index] = [at for at, _ in pieces]
         self._stop_of.update(pieces)

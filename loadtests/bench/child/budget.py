@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from loadtests.bench.child.ballast import ballast
 from loadtests.bench.child.engine import engine_arguments, generate, make_prompt
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.resize import feasible_caps, move, split_at
@@ -21,15 +15,15 @@ from wisp_core.settings import WispSettings
 
 Row = dict[str, Any]
 
-_ANSWER_TOKENS = 16
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_ANSWER_TOKENS = 4
+_STEP_BYTES = 1 << 30
 
 
 def run_budget(job: BudgetJob) -> Iterator[Row]:
     """One row: the peak over loading, capture, decode, a long prefill and resizes, each also by itself."""
     settings = WispSettings.model_validate(job.wisp)
     budget_bytes = settings.vram_budget_bytes or 0
-    with _ballast(budget_bytes) as ballast_bytes:
+    with ballast(budget_bytes) as ballast_bytes:
         memory = GpuMemory()
         memory.restart()
         peaks: dict[str, int | None] = {}
@@ -41,7 +35,7 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
                 _ask(engine, job, batch, prompt_tokens, phase)
                 peaks[phase] = memory.peak_bytes()
             memory.restart()
-            caps = _resize(engine, job)
+            resizes = _resize(engine, job)
             peaks["resizes"] = memory.peak_bytes()
             peak_bytes = max(peak or 0 for peak in peaks.values())
             snapshot = engine.snapshot()
@@ -54,7 +48,7 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
                 "is_within_budget": 0 < peak_bytes <= budget_bytes,
                 "ballast_bytes": ballast_bytes,
                 "pooled_bytes": snapshot.budget_bytes,
-                "caps": caps,
+                "resizes": resizes,
             }
         finally:
             engine.shutdown()
@@ -65,41 +59,19 @@ def _ask(engine: OfflineEngine, job: BudgetJob, batch: int, prompt_tokens: int, 
     generate(engine.llm, prompts, _ANSWER_TOKENS, run)
 
 
-def _resize(engine: OfflineEngine, job: BudgetJob) -> list[int]:
-    """To the largest cap, the smallest and some between, with requests after each; returns the caps."""
-    rng = random.Random(job.seed)
+def _resize(engine: OfflineEngine, job: BudgetJob) -> list[Row]:
+    """To the largest cap, the smallest, and some GiB to and fro, with requests after each."""
     caps = feasible_caps(engine)
-    wanted = [caps[-1], caps[0], *(rng.choice(caps) for _ in range(job.resizes - 2))]
+    bytes_by_cap = engine.snapshot().layout.experts_bytes_by_cap
+    step = next((cap for cap in caps if bytes_by_cap[cap] - bytes_by_cap[caps[0]] >= _STEP_BYTES), caps[-1])
+    wanted = [caps[-1], *([caps[0], step] * job.resizes)][: job.resizes]
+    rows = []
     for index, cap in enumerate(wanted):
         outcome = move(engine, split_at(engine, cap))
         if outcome.outcome.value != "applied":
             raise RuntimeError(f"cap {cap}: {outcome.outcome.value}: {outcome.reason}")
         engine.check_integrity()
         _ask(engine, job, job.batch, 32, f"cap-{index}")
-    return wanted
-
-
-@contextmanager
-def _ballast(left_bytes: int) -> Iterator[int]:
-    """A process that leaves ``left_bytes`` of the card free. Call it before this process uses CUDA."""
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _hold_the_rest(left_bytes, writes)
-    try:
-        os.close(writes)
-        with os.fdopen(reads) as answers:
-            yield int(answers.readline() or 0)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def _hold_the_rest(left_bytes: int, writes: int) -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    free_bytes, _ = torch.cuda.mem_get_info()
-    held = torch.empty(max(0, free_bytes - left_bytes), dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    os.write(writes, f"{held.numel()}\n".encode())
-    while True:
-        signal.pause()
+        row = {"cap_before": outcome.before.cap, "cap": cap, "kv_blocks": outcome.after.kv_blocks}
+        rows.append(row | {"bytes_moved": outcome.bytes_moved, "pause_ms": outcome.pause_ms})
+    return rows
