@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from policy_snapshots import make_layout, make_snapshot
 from typer.testing import CliRunner
 
 from loadtests.shapes import SHAPES, config_of
@@ -17,6 +18,7 @@ from services.cli.main import app
 from services.cli.plan import card_of_this_machine, serve_settings, vllm_command
 from services.config import ServiceConfig
 from wisp_core.allocation.solver import violations
+from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import H200, find_card
 from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
@@ -24,6 +26,7 @@ from wisp_core.planner.model_shape import ModelShape, read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan, observe
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
+from wisp_core.simulator.recording import Recording, write_recording
 
 RESULTS = Path(__file__).parents[2] / "loadtests" / "results"
 QWEN = read_shape(config_of(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
@@ -163,6 +166,20 @@ def test_the_command_prints_plan_settings_and_picture(tmp_path: Path) -> None:
     assert "mixed_tenants, seed 0" in answer.output
     assert ServiceConfig.load(tmp_path / "service.yaml").replica.initial_cap is not None
     assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_recording_brings_its_own_curves(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(SHAPES["tiny"])))
+    layout = make_layout(num_layers=4, num_experts=32, top_k=4, min_cap=4)
+    counts = PagerCounts(steps=100, tokens=200, distinct=2400)
+    snapshot = make_snapshot(layout=layout, decode=counts, decode_misses_by_cap=tuple(float(32 - c) for c in range(33)))
+    turns = generate(workflow("tool_bursts", 80, max_context_tokens=2048), seed=0)
+    write_recording(tmp_path / "own.jsonl", Recording(trace=turns, snapshots=(snapshot,)))
+    arguments = ["plan", "--model", str(tmp_path), "--vram-budget-gb", "1.5", "--card", "t4", "--max-model-len", "2048"]
+    for trace, said in ((tmp_path / "own.jsonl", "Routing: measured"), (None, "Routing: assumed")):
+        answer = CliRunner().invoke(app, [*arguments, *(["--trace", str(trace)] if trace else [])])
+        assert answer.exit_code == 0, answer.output
+        assert said in answer.output
 
 
 @pytest.mark.parametrize(
