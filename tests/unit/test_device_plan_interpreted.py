@@ -24,7 +24,7 @@ GPU_TESTS = Path(__file__).parents[1] / "gpu"
         ("test_device_plan.py", 80),
         ("test_device_gather.py", 15),
         ("test_device_pager.py", 9),
-        ("test_device_prefetch.py", 14),
+        ("test_device_prefetch.py", 11),
         ("test_device_uses.py", 3),
     ],
 )
