@@ -50,7 +50,7 @@ def print_status(status: dict[str, Any], console: Console) -> None:
 def _print_entry(console: Console, first: str, second: str) -> None:
     """Two lines, the second set in: nine figures, or a reason, do not fit into columns."""
     console.print(Text(first))
-    console.print(Padding(Text(second), (0, 0, 0, 2)))
+    console.print(Padding(Text(second), (0, 0, 0, 2), expand=False))
 
 
 def _split(split: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from services.demo.drive import Driver, Phase, WorkloadSettings
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.tables import Resize, join, replica_table, session_table, show_split
-from services.preflight import checked_start
+from services.preflight import checked_start, own_state_dir
 from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import ConfigurationError
@@ -77,7 +77,9 @@ def run_demo(*, keep: bool, policy: str, is_swapped: bool) -> int:
 def prepare_demo(policy: str) -> ServiceConfig:
     """Write the tiny model; ``infra/serve/demo.yaml`` with a free port and ``policy``. Raises ConfigurationError."""
     config = ServiceConfig.load(CONFIG_FILE)
-    write_tiny_model(Path(config.model.path), TinyModelConfig())
+    # Never under a service that runs there: its replicas read the model again when they restart.
+    with own_state_dir(config.state_dir):
+        write_tiny_model(Path(config.model.path), TinyModelConfig())
     with socket.socket() as probe:
         probe.bind((config.http.host, 0))
         port = probe.getsockname()[1]
