@@ -69,7 +69,7 @@ def test_qwen3_30b_in_bf16() -> None:
     assert shape.kv_token_bytes == 48 * 2 * 4 * 128 * 2
     attention = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128
     layer = attention + 2 * 2048 + 128 * 2048
-    assert shape.dense_bytes == 2 * (48 * layer + 2 * 151936 * 2048 + 2048 + 40960 * 128)
+    assert shape.dense_bytes == 2 * (48 * layer + 2 * 151936 * 2048 + 2048 + 40960 * 128) + 48 * 16
 
 
 def test_mixtral_has_experts_in_every_layer_and_no_width_of_their_own() -> None:

@@ -16,6 +16,7 @@ from wisp_core.planner.quantization import Quantization
 
 _VOCAB_ROWS = 64
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+_SCALE_BYTES = 4 * 4  # of each attention layer: of query, key, value and probabilities, float32
 _HYBRID_KEYS = (
     "layers_block_type",
     "attn_layer_period",
@@ -268,7 +269,8 @@ class _Dense:
         family = self._family
         is_tied = bool(family.get("tie_word_embeddings", default=False))
         rotary = int(family.get("max_position_embeddings", default=0)) * family.attention().rotary_dim
-        return self.read_bytes() + (0 if is_tied else self._vocab_bytes()) + rotary * self._element_bytes
+        beside = rotary * self._element_bytes + family.num_layers * _SCALE_BYTES
+        return self.read_bytes() + (0 if is_tied else self._vocab_bytes()) + beside
 
     def _vocab_bytes(self) -> int:
         rows = -(-self._family.vocab_size // _VOCAB_ROWS) * _VOCAB_ROWS
