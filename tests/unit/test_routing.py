@@ -141,6 +141,17 @@ def test_a_lone_session_does_not_count_against_its_own_home() -> None:
     assert scores["a"].experts_s == pytest.approx(scores["b"].experts_s)
 
 
+def test_at_its_home_a_session_is_compared_with_the_others_there() -> None:
+    """What the home has seen is half this session, half another one that shares no expert with it."""
+    request = RoutingRequest(session_key="s", home="home", max_tokens=100, uses=uses(0, 1, 2, 3))
+    mixed = (topic(0, 1, 2, 3) + topic(4, 5, 6, 7)) / 2
+    scores = decide(
+        request, one("home", mixed, mean_turns=2.0, turns=1), one("other", topic(4, 5, 6, 7), mean_turns=1.0, turns=1)
+    ).scores
+    assert scores["home"].experts_s == pytest.approx(scores["other"].experts_s)
+    assert scores["home"].experts_s > 0
+
+
 def test_a_resize_counts() -> None:
     assert decide(RoutingRequest(session_key="s"), one("a", is_resizing=1), one("b")).chosen == "b"
 

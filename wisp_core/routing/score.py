@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.load import Column, Load
-from wisp_core.routing.union import union_misses, union_misses_above
+from wisp_core.routing.union import least_kept, union_misses, union_misses_above
 from wisp_core.routing.views import RoutingRequest, RoutingWeights, Score
 
 _MAX_ROUNDS = 4.0
@@ -108,15 +108,21 @@ def experts_s(request: RoutingRequest, fleet: Fleet, at: npt.NDArray[np.intp], t
     rates, uses = fleet.rates[at], request.uses
     if rates.shape[1] == 0:
         return np.zeros(len(at))
-    # The sessions of a replica count as one at least, though none may run now: their experts are there. At its home
-    # that would be this session itself.
-    present = np.where(at == fleet.position.get(request.home or "", -1), turns, np.maximum(turns, 1.0))
-    counts = present.astype(np.float32)[:, None]
+    is_like = uses is not None and uses.rates.shape == rates.shape[1:]
+    own = uses.rates if uses is not None and is_like else np.float32(0.0)
     caps = np.maximum(fleet.column("cap")[at].astype(np.intp), 1)
+    # The sessions of a replica count as one at least, though none may run now: their experts are there.
+    is_home = at == fleet.position.get(request.home or "", -1)
+    counts = np.where(is_home, turns, np.maximum(turns, 1.0)).astype(np.float32)[:, None]
     others = rates * counts[:, :, None]
-    both = others if uses is None or uses.rates.shape != rates.shape[1:] else others + uses.rates
-    after = union_misses(both.copy() if both is others else both, caps)
-    before = union_misses_above(others, caps, fleet.least_kept[at] * counts)
+    least = fleet.least_kept[at] * counts
+    if is_like and is_home.any():
+        # What its home has seen is in part this session itself: without it the others are left.
+        (home,) = np.flatnonzero(is_home)
+        others[home] = np.maximum(rates[home] * (counts[home] + 1.0) - own, 0.0)
+        least[home] = least_kept(others[home], int(caps[home]))
+    after = union_misses(others + own, caps)
+    before = union_misses_above(others, caps, least)
     copies = after + turns * np.maximum(after - before, 0.0)
     seconds: Column = (tokens * fleet.scale) * fleet.column("copy_s")[at] * copies
     return seconds
