@@ -221,7 +221,8 @@ class Fleet:
 
     def _cap(self, at: int) -> int:
         """Slots per layer; all of them while it is not known, so that nothing is said to miss."""
-        return int(self._figures[_ROWS["cap"], at]) or self._rates.shape[2]
+        num_experts = self._rates.shape[2]
+        return min(int(self._figures[_ROWS["cap"], at]) or num_experts, num_experts)
 
     def _set_copies(self, at: int) -> None:
         """What the turns there miss per step, and what the next one adds with each expert that has no slot."""
