@@ -29,8 +29,6 @@ _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GPU = {
     "worker_cls": "wisp_core.engine.gpu_worker.WispGPUWorker",
     "scheduler_cls": "wisp_core.engine.scheduler.WispAsyncScheduler",
-    # vLLM refuses to start where less of the whole card is free, though the KV cache has a size of its own here.
-    "gpu_memory_utilization": 0.01,
 }
 
 

@@ -34,9 +34,13 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
     _wisp_pager: DevicePager | ResidentExperts
 
     def init_device(self) -> None:
-        """Take the device; of its memory vLLM then asks for the budget and not for nearly all, which others hold."""
+        """Take the device; of its memory vLLM then asks for the budget and not for nearly all, which others hold.
+
+        Not for what CUDA's context has taken by then: the budget covers it, and it is no longer free.
+        """
         total_bytes = current_platform.get_device_total_memory()
-        self.cache_config.gpu_memory_utilization = min(1.0, (self._wisp_settings.vram_budget_bytes or 0) / total_bytes)
+        wanted_bytes = max(1, (self._wisp_settings.vram_budget_bytes or 0) - _UNSEEN_BYTES)
+        self.cache_config.gpu_memory_utilization = min(1.0, wanted_bytes / total_bytes)
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
