@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 _ANSWER_TOKENS = 8
 _TRAFFIC_TOKENS = 24
-_MAX_STEPS_BETWEEN = 3
+_MAX_STEPS_BETWEEN = 2
 
 
 def run_resize(job: ResizeJob) -> Iterator[Row]:
