@@ -155,6 +155,10 @@ class KvDemand(Value):
     prompt_passes_per_s: float = Field(
         default=0.0, ge=0, description="Prefill passes these prompts would take without any reuse; 0: not measured."
     )
+    turns_per_s: float = Field(default=0.0, ge=0, description="Turns admitted; 0: not measured.")
+    output_tokens_per_s: float = Field(
+        default=0.0, ge=0, description="Output tokens that the admitted turns are expected to take; 0: not measured."
+    )
     preempted_tokens_per_s: float = Field(
         default=0.0, ge=0, description="Tokens per second that preempted turns lost and have to compute again."
     )

@@ -62,12 +62,12 @@ def wants_experts(**changes: Any) -> ReplicaSnapshot:
 
 def wants_kv(**changes: Any) -> ReplicaSnapshot:
     """Long turns that come back: two experts are all they use, and their prefixes need a large pool."""
-    reuse = (ReuseBin(blocks=110, turns_per_s=2.0, tokens_per_s=400.0),)
+    reuse = (ReuseBin(blocks=95, turns_per_s=2.0, tokens_per_s=400.0),)
     flat = (4.0, 4.0, *([0.1] * 7))
     fields: dict[str, Any] = {
         "decode_misses_by_cap": flat,
         "prefill_misses_by_cap": flat,
         "prefill_tokens_per_s": 450.0,
-        "kv": KvDemand(mean_turns=4.0, demand_blocks=110, floor_blocks=40, reuse=reuse),
+        "kv": KvDemand(mean_turns=4.0, demand_blocks=95, floor_blocks=40, reuse=reuse),
     }
     return make_snapshot(**(fields | changes))

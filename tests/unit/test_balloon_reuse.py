@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wisp_core.contracts import ReuseBin
 from wisp_core.memory.kv_reuse import PrefixReuse, StackDistances
+from wisp_core.memory.turn_window import TurnWindow
 
 
 @given(st.lists(st.integers(0, 9), max_size=80), st.integers(1, 6))
@@ -23,9 +27,26 @@ def test_distances_are_places_in_the_lru_stack(keys: list[int], max_keys: int) -
         assert len(distances) == len(stack)
 
 
-def reuse(max_blocks: int = 1024) -> PrefixReuse:
-    """Forgets so slowly that rates over 10 s are counts over 10."""
-    return PrefixReuse(max_blocks=max_blocks, block_tokens=16, pass_tokens=64, memory_s=1e9)
+class Meter:
+    """Adds up what reuse saves over 10 seconds."""
+
+    def __init__(self, max_blocks: int = 1024) -> None:
+        self.reuse = PrefixReuse(max_blocks=max_blocks, block_tokens=16, pass_tokens=64)
+        self.saved = np.zeros((len(self.reuse.edges), 3))
+        self._turns = itertools.count()
+
+    def admit(self, hashes: list[tuple[str, int]], **limits: int) -> str:
+        """A turn that goes on until `end`; returns its name."""
+        turn = f"turn {next(self._turns)}"
+        self.saved += self.reuse.admit(turn, hashes, **limits)
+        return turn
+
+    def run(self, hashes: list[tuple[str, int]], **limits: int) -> None:
+        """A turn that ends at once."""
+        self.reuse.end(self.admit(hashes, **limits), hashes)
+
+    def bins(self) -> tuple[ReuseBin, ...]:
+        return self.reuse.bins(self.saved / 10)
 
 
 def blocks(name: str, count: int) -> list[tuple[str, int]]:
@@ -33,85 +54,117 @@ def blocks(name: str, count: int) -> list[tuple[str, int]]:
 
 
 def test_a_first_turn_reuses_nothing() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 5), now_s=0.0)
-    assert meter.bins(1.0, 10.0) == ()
+    meter = Meter()
+    meter.run(blocks("a", 5))
+    assert meter.bins() == ()
 
 
 def test_a_turn_again_at_once_needs_its_own_blocks() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 4), now_s=0.0)
-    meter.admit(blocks("a", 4), now_s=0.0)
-    bins = meter.bins(1.0, 10.0)
+    meter = Meter()
+    meter.run(blocks("a", 4))
+    meter.run(blocks("a", 4))
+    bins = meter.bins()
     assert [b.blocks for b in bins] == [1, 2, 3, 4]
     assert [b.tokens_per_s for b in bins] == pytest.approx([1.6] * 4)
     assert [b.turns_per_s for b in bins] == pytest.approx([0, 0, 0, 0.1])
 
 
 def test_other_work_in_between_adds_to_the_distance() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 4), now_s=0.0)
-    meter.admit(blocks("b", 100), now_s=0.0)
-    meter.admit(blocks("a", 4), now_s=0.0)
-    (only,) = meter.bins(1.0, 10.0)
+    meter = Meter()
+    meter.run(blocks("a", 4))
+    meter.run(blocks("b", 100))
+    meter.run(blocks("a", 4))
+    (only,) = meter.bins()
     assert 104 <= only.blocks <= 104 * 1.2
     assert only.tokens_per_s * 10 == pytest.approx(64)
 
 
+def test_blocks_that_a_running_turn_holds_add_to_the_distance_however_old_they_are() -> None:
+    meter = Meter()
+    held = meter.admit(blocks("long", 100))
+    meter.run(blocks("a", 4))
+    meter.run(blocks("a", 4))
+    assert min(b.blocks for b in meter.bins()) >= 101
+    meter.reuse.end(held, blocks("long", 100))  # touched again at its end: nothing is held any more
+    fresh = Meter()
+    fresh.reuse = meter.reuse
+    fresh.run(blocks("b", 4))
+    fresh.run(blocks("b", 4))
+    assert max(b.blocks for b in fresh.bins()) == 4
+
+
+def test_a_running_turn_that_was_touched_since_counts_once() -> None:
+    meter = Meter()
+    meter.run(blocks("a", 4))
+    meter.admit(blocks("other", 50))
+    meter.run(blocks("a", 4))
+    assert max(b.blocks for b in meter.bins()) <= 54 * 1.2
+
+
 def test_a_prefix_needs_every_block_before_it() -> None:
-    meter = reuse()
+    meter = Meter()
     chain = blocks("a", 3)
-    meter.admit(chain, now_s=0.0)
-    meter.touch(blocks("b", 50))
-    meter.touch(chain[1:])  # the head is far away, so the rest helps no sooner
-    meter.admit(chain, now_s=0.0)
-    (only,) = meter.bins(1.0, 10.0)
+    meter.run(chain)
+    meter.reuse.touch(blocks("b", 50))
+    meter.reuse.touch(chain[1:])  # the head is far away, so the rest helps no sooner
+    meter.run(chain)
+    (only,) = meter.bins()
     assert only.blocks >= 53
 
 
 def test_a_chain_ends_at_the_first_unknown_block() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 2), now_s=0.0)
-    meter.admit([*blocks("a", 2), ("new", 0), *blocks("a", 1)], now_s=0.0)
-    assert sum(b.tokens_per_s for b in meter.bins(1.0, 10.0)) * 10 == pytest.approx(32)
+    meter = Meter()
+    meter.run(blocks("a", 2))
+    meter.run([*blocks("a", 2), ("new", 0), *blocks("a", 1)])
+    assert sum(b.tokens_per_s for b in meter.bins()) * 10 == pytest.approx(32)
 
 
 def test_the_last_token_is_computed_anyhow() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 2), now_s=0.0)
-    meter.admit(blocks("a", 2), now_s=0.0, num_reusable=1)
-    assert sum(b.tokens_per_s for b in meter.bins(1.0, 10.0)) * 10 == pytest.approx(16)
-
-
-def test_old_turns_fade() -> None:
-    meter = PrefixReuse(max_blocks=64, block_tokens=16, pass_tokens=64, memory_s=10.0)
-    meter.admit(blocks("a", 2), now_s=0.0)
-    meter.admit(blocks("a", 2), now_s=0.0)
-    fresh = sum(b.tokens_per_s for b in meter.bins(0.0, 1e9))
-    assert fresh * 10 == pytest.approx(32)
-    assert sum(b.tokens_per_s for b in meter.bins(10.0, 1e9)) == pytest.approx(fresh / math.e)
-    assert meter.bins(200.0, 1e9) == ()
+    meter = Meter()
+    meter.run(blocks("a", 2))
+    meter.run(blocks("a", 2), num_reusable=1)
+    assert sum(b.tokens_per_s for b in meter.bins()) * 10 == pytest.approx(16)
 
 
 def test_a_turn_needs_one_pass_anyhow() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 3), now_s=0.0)
-    meter.admit(blocks("a", 3), now_s=0.0, num_reusable=3, prompt_tokens=60)  # 12 tokens remain: one pass, as without
-    assert [b.passes_per_s for b in meter.bins(1.0, 10.0)] == [0, 0, 0]
+    meter = Meter()
+    meter.run(blocks("a", 3))
+    meter.run(blocks("a", 3), num_reusable=3, prompt_tokens=60)  # 12 tokens remain: one pass, as without
+    assert [b.passes_per_s for b in meter.bins()] == [0, 0, 0]
 
 
 def test_a_long_prefix_saves_the_passes_that_its_length_takes() -> None:
-    meter = reuse()
-    meter.admit(blocks("a", 16), now_s=0.0)
-    meter.admit(blocks("a", 16), now_s=0.0, prompt_tokens=260)  # 5 passes of 64 without a cache, 1 with all of it
-    bins = meter.bins(1.0, 10.0)
+    meter = Meter()
+    meter.run(blocks("a", 16))
+    meter.run(blocks("a", 16), prompt_tokens=260)  # 5 passes of 64 without a cache, 1 with all of it
+    bins = meter.bins()
     assert sum(b.passes_per_s for b in bins) * 10 == pytest.approx(4)
     assert all(b.passes_per_s >= 0 for b in bins)
 
 
 def test_memory_is_bounded() -> None:
-    meter = reuse(max_blocks=8)
-    meter.admit(blocks("a", 8), now_s=0.0)
-    meter.admit(blocks("b", 8), now_s=0.0)
-    meter.admit(blocks("a", 8), now_s=0.0)
-    assert meter.bins(1.0, 10.0) == ()
+    meter = Meter(max_blocks=8)
+    meter.run(blocks("a", 8))
+    meter.run(blocks("b", 8))
+    meter.run(blocks("a", 8))
+    assert meter.bins() == ()
+
+
+def test_a_turn_counts_in_full_while_it_is_there_and_fades_when_it_has_ended() -> None:
+    window = TurnWindow(1, memory_s=10.0)
+    window.begin("a", np.array([100.0]), 0.0)
+    during = window.rates(30.0, 1e9)
+    assert during == pytest.approx(100 / (10 + 30))
+    window.end("a", 30.0)
+    assert window.rates(30.0, 1e9) == pytest.approx(during)
+    assert window.rates(40.0, 1e9) == pytest.approx(during / math.e)
+    window.end("never began", 40.0)
+
+
+def test_steady_turns_have_their_rate_however_long_they_last() -> None:
+    for duration_s in (1, 5, 60):
+        window = TurnWindow(2, memory_s=10.0)
+        for second in range(400):
+            window.begin(second, np.array([1.0, 50.0]), float(second))
+            window.end(second - duration_s, float(second))
+        assert window.rates(399.0, 399.0) == pytest.approx([1.0, 50.0], rel=0.1), duration_s

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from policy_snapshots import make_snapshot
 
 from wisp_core.allocation.cost_model import CostModel, missing_evidence, model_error, union_size
+from wisp_core.allocation.reuse_forecast import ReuseMemory, forecast
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin, Split
 
 COPY_S = 8192 / 1e6  # one expert over the link
@@ -69,9 +70,9 @@ def test_half_the_demanded_blocks_halve_the_batch_and_double_the_steps() -> None
     model = CostModel.from_snapshot(snapshot)
     full, half = model.terms(Split(cap=4, kv_blocks=80)), model.terms(Split(cap=4, kv_blocks=40))
     assert half.decode_compute_s == pytest.approx(2 * full.decode_compute_s)
-    # 600 distinct in 100 steps of 2 layers and 2 tokens: 3 experts where one token has 2, so γ = log2(1.5), u = 1/1.5.
-    # The curve 8 - C at C · 1.5 = 6, two thirds of it, twice as often.
-    assert half.decode_link_s == pytest.approx(20 * (8 - 6) / 1.5 * COPY_S)
+    # 600 distinct in 100 steps of 2 layers and 2 tokens: 3 experts where one token has 2. Both fit 4 slots, so that
+    # each lookup misses as often as now: two thirds of the misses, twice as often.
+    assert half.decode_link_s == pytest.approx(20 * (8 - 4) * 2 / 3 * COPY_S)
 
 
 def test_a_larger_batch_outgrows_the_cap() -> None:
@@ -204,11 +205,40 @@ def test_what_a_host_tier_brings_back_costs_the_cheaper_of_fetching_and_computin
         assert lost - kept == pytest.approx(expected_s)
 
 
-def test_passes_are_scaled_to_those_that_are_measured() -> None:
-    measured = passes().model_copy(update={"prefill_steps_per_s": 0.5})  # two turns share a step
-    model = CostModel.from_snapshot(measured)
-    assert model.terms(measured.split).prefill_link_s == pytest.approx(0.5 * 16 * COPY_S)
-    assert model.terms(Split(cap=4, kv_blocks=59)).prefill_link_s == pytest.approx(2.0 * 16 * COPY_S)
+def test_growth_spreads_what_would_just_fit() -> None:
+    snapshot = passes()
+    model = CostModel.from_snapshot(snapshot, growth_fraction=0.5)
+    none, half, whole = (model.terms(Split(cap=4, kv_blocks=blocks)).prefill_compute_s for blocks in (60, 75, 90))
+    assert none - whole == pytest.approx(3 * 0.05 + 300 * 0.001)
+    assert half - whole == pytest.approx((none - whole) / 2)
+
+
+def test_turns_decode_in_the_steps_that_prefill_too() -> None:
+    quiet = passes().model_copy(update={"prefill_steps_per_s": 0.0})
+    asked = quiet.kv.model_copy(update={"output_tokens_per_s": 20.0})
+    model = CostModel.from_snapshot(quiet.model_copy(update={"kv": asked}))
+    kept, lost = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))  # 1 and 4 passes a second
+    assert kept.decode_link_s == pytest.approx((20 / 2 - 1) * 4 * COPY_S)
+    assert lost.decode_link_s == pytest.approx((20 / 2 - 4) * 4 * COPY_S)
+
+
+def test_the_share_of_prompts_that_came_back_is_expected_of_a_phase_that_has_just_begun() -> None:
+    demand = (DemandBin(blocks=50, share=0.5), DemandBin(blocks=80, share=0.5))
+    seen = (ReuseBin(blocks=9, turns_per_s=1, tokens_per_s=80),)
+    old = make_snapshot(at_s=100.0, kv=KvDemand(prompt_tokens_per_s=100, reuse=seen))
+    memory = ReuseMemory()
+    for second in range(200):
+        memory = memory.after(old.model_copy(update={"at_s": 100.0 + second}), 300.0)
+    new = make_snapshot(
+        at_s=300.0, kv=KvDemand(prompt_tokens_per_s=1000, prompt_passes_per_s=11, turns_per_s=1, demand=demand)
+    )
+    share = memory.share(new)
+    assert 0.5 < share < 0.8
+    bins = forecast(new, share)
+    assert [b.blocks for b in bins] == [50, 80]
+    assert sum(b.tokens_per_s for b in bins) == pytest.approx(share * 1000)
+    assert sum(b.passes_per_s for b in bins) == pytest.approx(share * 10)
+    assert forecast(old, 0.8) == old.kv.reuse, "what is measured already is not expected twice"
 
 
 def test_demand_over_time_limits_the_batch_only_while_it_is_there() -> None:
@@ -233,10 +263,10 @@ def test_a_move_costs_the_copies_that_fill_new_slots_and_the_prefixes_that_fill_
     changes = {"split": Split(cap=4, kv_blocks=55), "prefill_steps_per_s": 4.0}
     model = CostModel.from_snapshot(passes().model_copy(update=changes))
     assert model.move(Split(cap=4, kv_blocks=55)).total_s == 0.0
-    assert model.move(Split(cap=7, kv_blocks=20)).experts_s == pytest.approx(3 * 2 * COPY_S)
+    assert model.move(Split(cap=7, kv_blocks=20)).experts_s == pytest.approx(3 * 2 * COPY_S / 2)
     lost_s = 3 * (0.05 + 4 * (8 - 2) * COPY_S) + 300 * 0.001
     kv_s = model.move(Split(cap=2, kv_blocks=63)).kv_s
-    assert kv_s == pytest.approx(8 * 16 * lost_s / 300)
+    assert kv_s == pytest.approx(8 * 16 * lost_s / 300 / 2)
     assert model.move(Split(cap=2, kv_blocks=59)).total_s == 0.0, "no prefix waits for these blocks"
 
 

@@ -9,11 +9,16 @@ from policies.damping import Damped
 from policies.mv_wsa import MarginalValue
 from wisp_core.allocation.cost_model import CostModel
 from wisp_core.allocation.solver import feasible_splits, violations
-from wisp_core.contracts import KvDemand, ReplicaSnapshot, ReuseBin, Split
+from wisp_core.contracts import Decision, KvDemand, ReplicaSnapshot, ReuseBin, Split
 
 
 def decide(snapshot: ReplicaSnapshot) -> Split:
-    return MarginalValue().decide(snapshot, None)[0].split
+    return decided(snapshot).split
+
+
+def decided(snapshot: ReplicaSnapshot, **settings: float) -> Decision:
+    policy = MarginalValue(**settings)
+    return policy.decide(snapshot, policy.initial_state())[0]
 
 
 def test_bursts_get_experts_and_long_turns_get_kv() -> None:
@@ -29,7 +34,7 @@ def test_takes_the_cheapest_feasible_split_and_reports_its_cost() -> None:
     def cost(split: Split) -> float:
         return model.cost(split) + model.move(split).total_s / 10.0
 
-    decision, _ = MarginalValue(horizon_s=10.0).decide(snapshot, None)
+    decision = decided(snapshot, horizon_s=10.0, growth_fraction=0.0)
     assert decision.predicted_cost == cost(decision.split) == min(map(cost, feasible_splits(snapshot)))
     assert decision.current_cost == model.cost(snapshot.split)
     assert decision.marginals is not None
@@ -39,14 +44,14 @@ def test_takes_the_cheapest_feasible_split_and_reports_its_cost() -> None:
 def test_a_gain_that_a_refill_would_eat_is_left_alone() -> None:
     slightly = (8.0, 8.0, 8.0, 8.0, 5.0, 4.99, 4.98, 4.97, 4.96)
     snapshot = make_snapshot(decode_misses_by_cap=slightly, prefill_misses_by_cap=(0.0,) * 9)
-    assert MarginalValue(horizon_s=1e9).decide(snapshot, None)[0].split.cap == 8
-    assert MarginalValue(horizon_s=1.0).decide(snapshot, None)[0].split == snapshot.split
+    assert decided(snapshot, horizon_s=1e9).split.cap == 8
+    assert decided(snapshot, horizon_s=1.0).split == snapshot.split
 
 
 def test_the_model_s_error_is_reported_with_the_decision() -> None:
     snapshot = make_snapshot()
     busy = CostModel.from_snapshot(snapshot).cost(snapshot.split)
-    decision, _ = MarginalValue().decide(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}), None)
+    decision = decided(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}), growth_fraction=0.0)
     assert decision.model_error == pytest.approx(0.25)
     assert "off by 25%" in decision.reason
 
@@ -61,14 +66,14 @@ def test_the_floor_bounds_what_experts_can_take() -> None:
 )
 def test_an_idle_or_unmeasured_replica_is_left_alone(changes: dict[str, object]) -> None:
     snapshot = make_snapshot(**changes)
-    decision, _ = MarginalValue().decide(snapshot, None)
+    decision = decided(snapshot)
     assert decision.split == snapshot.split
     assert decision.reason.startswith("hold: ")
 
 
 def test_an_infeasible_floor_is_a_hold_with_the_numbers() -> None:
     snapshot = make_snapshot(kv=KvDemand(floor_blocks=126), budget_bytes=20 * PAGE)
-    decision, _ = MarginalValue().decide(snapshot, None)
+    decision = decided(snapshot)
     assert decision.split == snapshot.split
     assert "infeasible: κ_min is 126 KV blocks" in decision.reason
 

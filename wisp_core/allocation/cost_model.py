@@ -15,15 +15,18 @@ link once, whatever its length, so it is counted in passes and only its arithmet
   prefixes back, a lost one costs the cheaper of fetching and computing it.
 - **Admission.** Where turns need more than K blocks in full, they run in smaller batches. A smaller batch takes more
   steps for the same tokens: ``ρ(K)`` is the mean of min(1, K / demand) over the time-shares of demand, relative to
-  that of now, and ``steps(K)`` is the observed rate over ρ.
-- **Union.** A batch that grows by ρ needs ``u = union(ρ b) / union(b)`` times the experts, by the measured curve of
-  union over batch; the miss curve keeps its shape and stretches with u, in slots as well as in misses. So KV has a
-  price of its own: a larger batch can outgrow the cap.
+  that of now.
+- **Steps.** Turns also decode in the steps that prefill, a token each, so ``steps(K)`` are the output tokens over the
+  batch, less the passes.
+- **Union.** A batch of another size needs ``u = union(batch) / union(batch now)`` times the experts of a step, by the
+  measured curve of union over batch. Where a step's union fits the cap, what is missed are experts of long ago, and
+  a lookup misses as often in any batch; where it does not, the miss curve stretches with u. So KV has a price of its
+  own: a larger batch can outgrow the cap.
 - **Preemption.** Tokens that preempted turns lost are computed again; they fall with the demand above K, and are gone
   where K holds all of it.
 
-Passes that share a step, and turns cut into more chunks than their length says, make measured passes differ from
-predicted ones; the ratio at the present split (`CostModel.pass_ratio`) is applied to every split.
+All demand is per turn, of the turns that are there and of those that have ended lately: rates of steps and passes say
+what the engine did with its time, which is another matter while a pool is too small.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from dataclasses import dataclass
 
 from wisp_core.contracts import CostFit, MemoryLayout, PagerCounts, ReplicaSnapshot, ReuseBin, Split
 
-_PASS_RATIO_RANGE = (0.25, 2.0)
-"""Beyond these the rates of passes and of prompts do not belong together, as when the work has just begun."""
+_ROOM = 1.15
+"""A step's union fits a cap of so many times its size: below, experts of this step push out those of the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,8 @@ class CostModel:
     copy_s: float
     """Seconds that one expert takes over the link."""
     fit: CostFit
-    decode_steps_per_s: float
+    output_tokens_per_s: float
+    """Tokens to decode, in decode steps and in passes."""
     batch: float
     """Tokens of a mean decode step."""
     decode_misses_by_cap: tuple[float, ...]
@@ -86,25 +90,41 @@ class CostModel:
     prompt_passes_per_s: float
     pass_tokens: float
     """Prompt tokens of a pass, for work that is known in tokens only."""
-    pass_ratio: float
+    do_passes_decode: bool
+    """Whether ``output_tokens_per_s`` counts the tokens that turns decode in steps which also prefill."""
     preempted_tokens_per_s: float
     fetch_s_per_token: float
     """Seconds to bring a lost token's KV back from a host tier; infinite without one."""
     demand: tuple[tuple[float, float], ...]
     """``(blocks needed in full, share of the time)``; empty: KV never limits the batch."""
     reuse: tuple[ReuseBin, ...]
+    growth_fraction: float = 0.0
 
     @classmethod
-    def from_snapshot(cls, snapshot: ReplicaSnapshot) -> CostModel:
-        """Take the constants from ``snapshot``, of which ``missing_evidence`` must be None."""
+    def from_snapshot(
+        cls,
+        snapshot: ReplicaSnapshot,
+        reuse: Sequence[ReuseBin] | None = None,
+        *,
+        growth_fraction: float = 0.0,
+    ) -> CostModel:
+        """Take the constants from ``snapshot``, of which ``missing_evidence`` must be None.
+
+        Args:
+            snapshot: What the replica reported.
+            reuse: What to expect of prefix reuse; None: what was measured.
+            growth_fraction: Distances of reuse and demand are taken to lie evenly between what was measured and this
+                much more.
+        """
         layout, kv = snapshot.layout, snapshot.kv
+        reuse = kv.reuse if reuse is None else reuse
         fetch_bytes = layout.block_bytes / layout.block_tokens
         return cls(
             layout=layout,
             split=snapshot.split,
             copy_s=layout.expert_bytes / snapshot.link_bytes_per_s,
             fit=_fit(snapshot),
-            decode_steps_per_s=snapshot.decode_steps_per_s,
+            output_tokens_per_s=_output_tokens_per_s(snapshot),
             batch=_batch(snapshot),
             decode_misses_by_cap=_decode_misses(snapshot),
             union_by_batch=_union_by_batch(snapshot),
@@ -112,20 +132,22 @@ class CostModel:
             prompt_tokens_per_s=_prompt_tokens_per_s(snapshot),
             prompt_passes_per_s=_prompt_passes_per_s(snapshot),
             pass_tokens=_tokens_per_pass(snapshot),
-            pass_ratio=_pass_ratio(snapshot),
+            do_passes_decode=snapshot.kv.output_tokens_per_s > 0,
             preempted_tokens_per_s=kv.preempted_tokens_per_s,
             fetch_s_per_token=fetch_bytes / kv.fetch_bytes_per_s if kv.fetch_bytes_per_s > 0 else math.inf,
             demand=_demand(snapshot),
-            reuse=tuple(_with_passes(one, snapshot) for one in kv.reuse),
+            reuse=tuple(_with_passes(one, snapshot) for one in reuse),
+            growth_fraction=growth_fraction,
         )
 
     def terms(self, split: Split) -> CostTerms:
         """Predicted cost of ``split``."""
         relative = self._batch_held(split.kv_blocks) / self._batch_held(self.split.kv_blocks)
-        steps_per_s, batch = self.decode_steps_per_s / relative, self.batch * relative
+        batch = self.batch * relative
         tokens, passes, fetch_s = self._prefills(split.kv_blocks)
         again = self._preempted_tokens_per_s(split.kv_blocks)
         passes += again / self.pass_tokens
+        steps_per_s = max(0.0, self.output_tokens_per_s / batch - (passes if self.do_passes_decode else 0.0))
         return CostTerms(
             decode_link_s=steps_per_s * self.decode_misses(split.cap, batch) * self.copy_s,
             decode_compute_s=steps_per_s * (self.fit.step_s + batch * self.fit.token_s),
@@ -139,24 +161,27 @@ class CostModel:
 
     def decode_misses(self, cap: int, batch: float) -> float:
         """Expected misses over all layers of a decode step of ``batch`` tokens at ``cap``."""
-        union = self._union(batch) / self._union(self.batch)
-        return union * _interpolate(self.decode_misses_by_cap, cap / union)
+        here, there = self._union(self.batch), self._union(batch)
+        ratio = there / here
+        is_fitting = cap >= _ROOM * there
+        same = max(float(cap), _ROOM * here) if is_fitting else cap / ratio
+        return ratio * _interpolate(self.decode_misses_by_cap, same)
 
     def move(self, target: Split) -> MoveTerms:
         """What moving from the split in effect to ``target`` costs once.
 
-        New slots start empty and each is filled by one copy; new blocks start empty, so that every prefix which they
-        are there to keep is computed once more.
+        What grows is worth its size only once it is full, and filling begins at once: half of the worth is lost on the
+        way. New slots are filled by one copy each, new blocks by the prefixes that they are there to keep.
         """
         more_slots = max(0, target.cap - self.split.cap) * self.layout.num_layers
-        filled = [one for one in self.reuse if self.split.kv_blocks < one.blocks <= target.kv_blocks]
-        most_tokens = max(0, target.kv_blocks - self.split.kv_blocks) * self.layout.block_tokens
-        kv_s = 0.0
-        if filled:
-            tokens = sum(one.tokens_per_s for one in filled)
-            lost_s = sum(self._lost_s(one, target.cap) for one in filled)
-            kv_s = most_tokens * lost_s / tokens if tokens > 0 else 0.0
-        return MoveTerms(experts_s=more_slots * self.copy_s, kv_s=kv_s)
+        more_tokens = max(0, target.kv_blocks - self.split.kv_blocks) * self.layout.block_tokens
+        kv_s = tokens = 0.0
+        for one in self.reuse if more_tokens else ():
+            gained = self._kept(one.blocks, target.kv_blocks) - self._kept(one.blocks, self.split.kv_blocks)
+            tokens += gained * one.tokens_per_s
+            kv_s += gained * self._lost_s(one, target.cap)
+        kv_s = more_tokens * kv_s / tokens / 2 if tokens > 0 else 0.0
+        return MoveTerms(experts_s=more_slots * self.copy_s / 2, kv_s=kv_s)
 
     def busy_s_per_s(self) -> float:
         """Predicted cost at the split in effect, to be compared with the measured one."""
@@ -166,18 +191,24 @@ class CostModel:
         """Tokens and passes to compute and seconds to fetch, all per second, with ``kv_blocks``."""
         tokens, passes, fetch_s = self.prompt_tokens_per_s, self.prompt_passes_per_s, 0.0
         for one in self.reuse:
-            is_kept = one.blocks <= kv_blocks
+            kept = self._kept(one.blocks, kv_blocks)
             fetched_s = one.tokens_per_s * self.fetch_s_per_token
-            if is_kept or fetched_s < self._lost_s(one, self.split.cap):
-                tokens -= one.tokens_per_s
-                passes -= one.passes_per_s
-                fetch_s += 0.0 if is_kept else fetched_s
-        return max(0.0, tokens), max(0.0, passes) * self.pass_ratio, fetch_s
+            saved = 1.0 if fetched_s < self._lost_s(one, self.split.cap) else kept
+            tokens -= saved * one.tokens_per_s
+            passes -= saved * one.passes_per_s
+            fetch_s += (saved - kept) * fetched_s if saved > kept else 0.0
+        return max(0.0, tokens), max(0.0, passes), fetch_s
+
+    def _kept(self, distance: float, kv_blocks: int) -> float:
+        """Part of the reuse at ``distance`` that ``kv_blocks`` keep, 0 to 1."""
+        if self.growth_fraction <= 0:
+            return 1.0 if distance <= kv_blocks else 0.0
+        return min(1.0, max(0.0, (kv_blocks / max(distance, 1) - 1.0) / self.growth_fraction))
 
     def _lost_s(self, lost: ReuseBin, cap: int) -> float:
         """Seconds per second to compute what ``lost`` would have saved."""
         pass_s = self.fit.pass_s + self.pass_misses_by_cap[cap] * self.copy_s
-        return lost.passes_per_s * self.pass_ratio * pass_s + lost.tokens_per_s * self.fit.prompt_token_s
+        return lost.passes_per_s * pass_s + lost.tokens_per_s * self.fit.prompt_token_s
 
     def _preempted_tokens_per_s(self, kv_blocks: int) -> float:
         here = self._excess(self.split.kv_blocks)
@@ -191,7 +222,8 @@ class CostModel:
         """Part of the demanded batch that ``kv_blocks`` hold at once, mean over time, in (0, 1]."""
         if not self.demand:
             return 1.0
-        return sum(share * min(1.0, max(kv_blocks, 1) / blocks) for blocks, share in self.demand)
+        held = max(kv_blocks, 1) / (1.0 + self.growth_fraction / 2)
+        return sum(share * min(1.0, held / blocks) for blocks, share in self.demand)
 
     def _union(self, batch: float) -> float:
         if self.union_by_batch:
@@ -222,7 +254,7 @@ def union_size(by_batch: Sequence[float], rows: float, *, most: float) -> float:
 
 def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
     """Why ``snapshot`` says too little to predict a cost; None when it says enough."""
-    if snapshot.decode_steps_per_s <= 0:
+    if snapshot.decode_steps_per_s <= 0 and snapshot.kv.output_tokens_per_s <= 0:
         return "no decode step in the window"
     if len(snapshot.decode_misses_by_cap) != snapshot.layout.num_experts + 1:
         return "no miss curve of decode steps yet"
@@ -243,6 +275,13 @@ def _interpolate(curve: Sequence[float], place: float) -> float:
     lower = min(int(place), len(curve) - 1)
     upper = min(lower + 1, len(curve) - 1)
     return curve[lower] + (curve[upper] - curve[lower]) * (min(place, upper) - lower)
+
+
+def _output_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
+    """What the admitted turns ask for, which holds also while prefills hold up all decoding; else what was decoded."""
+    if snapshot.kv.output_tokens_per_s > 0:
+        return snapshot.kv.output_tokens_per_s
+    return snapshot.decode_steps_per_s * _batch(snapshot)
 
 
 def _batch(snapshot: ReplicaSnapshot) -> float:
@@ -320,15 +359,6 @@ def _with_passes(one: ReuseBin, snapshot: ReplicaSnapshot) -> ReuseBin:
 
 def _kept(snapshot: ReplicaSnapshot, rate: str) -> float:
     return sum(float(getattr(one, rate)) for one in snapshot.kv.reuse if one.blocks <= snapshot.split.kv_blocks)
-
-
-def _pass_ratio(snapshot: ReplicaSnapshot) -> float:
-    """Measured prefill steps over predicted ones, at the split in effect."""
-    if snapshot.kv.prompt_passes_per_s <= 0 or snapshot.prefill_steps_per_s <= 0:
-        return 1.0
-    predicted = snapshot.kv.prompt_passes_per_s - _kept(snapshot, "passes_per_s")
-    lowest, highest = _PASS_RATIO_RANGE
-    return min(highest, max(lowest, snapshot.prefill_steps_per_s / predicted)) if predicted > 0 else 1.0
 
 
 def _tokens_per_pass(snapshot: ReplicaSnapshot) -> float:

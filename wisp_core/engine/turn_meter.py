@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import DemandBin, KvDemand
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
-from wisp_core.memory.kv_reuse import PrefixReuse, block_edges, passes_of
+from wisp_core.memory.kv_reuse import PrefixReuse, Saved, block_edges, passes_of
+from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.working_set.forgetting import DecayedSum
 
 _REMEMBERED_POOLS = 4
 """Prefix blocks are remembered up to this many times the largest pool: reuse further apart is out of reach anyhow."""
+
+_NUM_AMOUNTS = 4
+"""Of a turn: itself, prompt tokens, passes without a cache, output tokens; then what reuse saves, by distance."""
 
 
 class TurnMeter:
@@ -32,10 +37,9 @@ class TurnMeter:
             max_blocks=_REMEMBERED_POOLS * max_blocks,
             block_tokens=block_tokens,
             pass_tokens=self._pass_tokens,
-            memory_s=window_s,
         )
+        self._asked = TurnWindow(_NUM_AMOUNTS + 3 * len(self._reuse.edges), window_s)
         self._shares = TimeShares(block_edges(_REMEMBERED_POOLS * max_blocks), window_s)
-        self._prompt_tokens, self._prompt_passes = DecayedSum(window_s), DecayedSum(window_s)
         self._preempted_tokens = DecayedSum(window_s)
         self._started_s = time.monotonic()
         self._preemptions = 0
@@ -51,6 +55,8 @@ class TurnMeter:
         used_blocks = self._balloon.used_blocks
         self._observe(now_s, running, waiting)
         observed_s = now_s - self._started_s
+        asked = self._asked.rates(now_s, observed_s)
+        turns, prompt_tokens, prompt_passes, output_tokens = asked[:_NUM_AMOUNTS].tolist()
         return KvDemand(
             running_turns=len(running),
             waiting_turns=len(waiting),
@@ -60,11 +66,13 @@ class TurnMeter:
             cached_blocks=self._balloon.num_cached_blocks(),
             mean_turns=self._demand.mean_turns(now_s),
             preemptions=self._preemptions,
-            prompt_tokens_per_s=self._prompt_tokens.per_s(now_s, observed_s),
-            prompt_passes_per_s=self._prompt_passes.per_s(now_s, observed_s),
+            prompt_tokens_per_s=prompt_tokens,
+            prompt_passes_per_s=prompt_passes,
+            turns_per_s=turns,
+            output_tokens_per_s=output_tokens,
             preempted_tokens_per_s=self._preempted_tokens.per_s(now_s, observed_s),
             demand=tuple(DemandBin(blocks=blocks, share=share) for blocks, share in self._shares.bins()),
-            reuse=self._reuse.bins(now_s, observed_s),
+            reuse=self._reuse.bins(asked[_NUM_AMOUNTS:].reshape(-1, 3)),
         )
 
     def note_change(self) -> None:
@@ -76,18 +84,26 @@ class TurnMeter:
         now_s = time.monotonic()
         for request_id in request_ids:
             request = self._scheduler.requests[request_id]
-            self._prompt_tokens.add(now_s, request.num_prompt_tokens)
-            self._prompt_passes.add(now_s, passes_of(request.num_prompt_tokens, self._pass_tokens))
-            if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
-                num_full = request.num_prompt_tokens // self._block_tokens
-                num_reusable = (request.num_prompt_tokens - 1) // self._block_tokens
-                self._reuse.admit(
-                    self._hashes(request)[:num_full],
-                    now_s,
-                    num_reusable=num_reusable,
-                    prompt_tokens=request.num_prompt_tokens,
-                )
+            num_tokens = request.num_prompt_tokens
+            amounts = (
+                1,
+                num_tokens,
+                passes_of(num_tokens, self._pass_tokens),
+                self._demand.lengths.expect(self._turn(request)),
+            )
+            self._asked.begin(request_id, np.concatenate((amounts, self._saved(request).reshape(-1))), now_s)
         self.note_change()
+
+    def _saved(self, request: Any) -> Saved:
+        """What the prefix cache could save the request at every size of the pool."""
+        if not self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return np.zeros((len(self._reuse.edges), 3))
+        return self._reuse.admit(
+            request.request_id,
+            self._hashes(request)[: request.num_prompt_tokens // self._block_tokens],
+            num_reusable=(request.num_prompt_tokens - 1) // self._block_tokens,
+            prompt_tokens=request.num_prompt_tokens,
+        )
 
     def note_preemption(self, lost_tokens: int) -> None:
         """A running turn lost its blocks, with ``lost_tokens`` computed tokens in them."""
@@ -98,8 +114,9 @@ class TurnMeter:
         """A turn ends; its blocks stay cached, with its output in them."""
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._demand.lengths.observe(request.num_output_tokens)
+        self._asked.end(request.request_id, time.monotonic())
         if self._scheduler.kv_cache_manager.enable_caching:
-            self._reuse.touch(self._hashes(request))
+            self._reuse.end(request.request_id, self._hashes(request))
 
     def _observe(self, now_s: float, running: list[Turn], waiting: list[Turn]) -> None:
         used_blocks = self._balloon.used_blocks

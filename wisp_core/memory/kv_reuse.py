@@ -11,13 +11,17 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from wisp_core.contracts import ReuseBin
-from wisp_core.working_set.forgetting import Forgetting
 
 _STEPS_PER_OCTAVE = 4
 _LEAST_TOKENS_PER_S = 1e-3
 """Reuse rarer than this is forgotten: a bin that only fades would be sent for ever."""
+
+
+Saved = npt.NDArray[np.float64]
+"""Turns, tokens and passes by edge, [edges, 3]."""
 
 
 class StackDistances:
@@ -73,52 +77,65 @@ class StackDistances:
 
 
 class PrefixReuse:
-    """Reuse of prompt prefixes by distance; what is ``memory_s`` seconds old weighs 1/e."""
+    """What the prefixes of admitted turns save at every size of the pool.
 
-    def __init__(self, *, max_blocks: int, block_tokens: int, pass_tokens: int, memory_s: float) -> None:
+    A pool of K blocks keeps what was used since, if that and the blocks which running turns hold all the while are at
+    most K: blocks in use are never evicted, however long ago they were touched.
+    """
+
+    def __init__(self, *, max_blocks: int, block_tokens: int, pass_tokens: int) -> None:
         """Remember ``max_blocks`` distinct blocks of ``block_tokens`` tokens; a prefill pass takes ``pass_tokens``."""
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
         self._distances = StackDistances(max_blocks)
-        self._edges = block_edges(max_blocks)
-        self._memory = Forgetting(memory_s)
-        self._saved = np.zeros((len(self._edges), 3))  # by edge: turns, tokens, passes
+        self._running: dict[Hashable, tuple[Hashable, int]] = {}  # turn: its block touched longest ago, its blocks
+        self.edges = block_edges(max_blocks)
 
     def admit(
         self,
+        turn: Hashable,
         block_hashes: Sequence[Hashable],
-        now_s: float,
         *,
         num_reusable: int | None = None,
         prompt_tokens: int | None = None,
-    ) -> None:
-        """Count a turn that starts: ``block_hashes`` are its prompt's full blocks, first to last.
+    ) -> Saved:
+        """A turn starts: ``block_hashes`` are its prompt's full blocks, first to last.
 
         Args:
+            turn: Its name, for `end`.
             num_reusable: How many of them vLLM may take from its cache (it computes the last token anyhow).
             prompt_tokens: Length of the prompt; None: its full blocks.
+
+        Returns:
+            What reuse saves it, by distance.
         """
+        saved = np.zeros((len(self.edges), 3))
         tokens = self._tokens_by_edge(block_hashes[:num_reusable])
-        self._saved *= self._memory.keep(now_s)
         if tokens:
-            self._saved[len(tokens) - 1, 0] += 1  # the whole reuse is there only at the deepest distance
-            self._saved[: len(tokens), 1] += tokens
+            saved[len(tokens) - 1, 0] = 1  # the whole reuse is there only at the deepest distance
+            saved[: len(tokens), 1] = tokens
             to_compute = len(block_hashes) * self._block_tokens if prompt_tokens is None else prompt_tokens
-            self._saved[: len(tokens), 2] += self._passes_by_edge(to_compute, tokens)
+            saved[: len(tokens), 2] = self._passes_by_edge(to_compute, tokens)
+        self.touch(block_hashes)
+        if block_hashes:
+            self._running[turn] = (block_hashes[-1], len(block_hashes))
+        return saved
+
+    def end(self, turn: Hashable, block_hashes: Sequence[Hashable]) -> None:
+        """It ends and leaves ``block_hashes``, its output in them: the first block is kept longest."""
+        self._running.pop(turn, None)
         self.touch(block_hashes)
 
     def touch(self, block_hashes: Sequence[Hashable]) -> None:
-        """Note a use without reuse, as when a turn ends and leaves its blocks: the first block is kept longest."""
+        """Note a use without reuse."""
         for block_hash in reversed(block_hashes):
             self._distances.touch(block_hash)
 
-    def bins(self, now_s: float, observed_s: float) -> tuple[ReuseBin, ...]:
-        """Rates by distance; early on over the ``observed_s`` seconds since the start."""
-        self._saved *= self._memory.keep(now_s)
-        rates = self._saved / self._memory.span_s(observed_s)
+    def bins(self, rates: Saved) -> tuple[ReuseBin, ...]:
+        """``rates``, sums of what `admit` returned over seconds, as bins."""
         return tuple(
             ReuseBin(blocks=blocks, turns_per_s=turns, tokens_per_s=tokens, passes_per_s=passes)
-            for blocks, (turns, tokens, passes) in zip(self._edges, rates.tolist(), strict=True)
+            for blocks, (turns, tokens, passes) in zip(self.edges, rates.tolist(), strict=True)
             if tokens > _LEAST_TOKENS_PER_S
         )
 
@@ -135,16 +152,28 @@ class PrefixReuse:
 
     def _tokens_by_edge(self, block_hashes: Sequence[Hashable]) -> list[int]:
         by_edge: list[int] = []
+        held = self._held_since_before(block_hashes[0]) if block_hashes else 0
         deepest = 0
         for block_hash in block_hashes:
             distance = self._distances.distance(block_hash)
             if distance is None:
                 break
             deepest = max(deepest, distance)
-            edge = bisect_left(self._edges, deepest)
+            edge = min(bisect_left(self.edges, deepest + held), len(self.edges) - 1)
             by_edge.extend([0] * (edge + 1 - len(by_edge)))
             by_edge[edge] += self._block_tokens
         return by_edge
+
+    def _held_since_before(self, block_hash: Hashable) -> int:
+        """Blocks of running turns that were touched before ``block_hash`` was, and so are not in its distance."""
+        since = self._distances.distance(block_hash)
+        if since is None:
+            return 0
+        held = 0
+        for oldest, num_blocks in self._running.values():
+            distance = self._distances.distance(oldest)
+            held += num_blocks if distance is None or distance > since else 0
+        return held
 
 
 def passes_of(num_tokens: int, pass_tokens: int) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wisp_core.allocation.floor import admission_floor_blocks
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin
-from wisp_core.simulator.replica import Replica
+from wisp_core.simulator.replica import NUM_AMOUNTS, Replica
 
 _HALF_LIFE_STEPS = 200.0
-_REUSE_PIECES = 4  # of a prefix: its first blocks are kept longest, so each piece has a distance of its own
 
 
 class _Sample(NamedTuple):
@@ -22,8 +21,6 @@ class _Sample(NamedTuple):
     decode_tokens: float
     passes: float
     pass_tokens: float
-    prompt_tokens: float
-    prompt_passes: float
     turn_seconds: float
     busy_s: float
     peak_blocks: int
@@ -42,7 +39,6 @@ class Observer:
         self._mix: dict[tuple[int, int], float] = {}
         self._comebacks: dict[int, float] = {}
         self._demand_seconds: dict[int, float] = {}
-        self._reuse_edges = _edges(4 * replica.model.layout.max_kv_blocks)
         batches = range(1, replica.model.layout.max_num_seqs + 1)
         curves, layers = replica.model.curves, replica.model.layout.num_layers
         self._union = (0.0, *(curves.distinct_experts(batch, batch) / layers for batch in batches))
@@ -108,8 +104,6 @@ class Observer:
             totals.decode_tokens,
             totals.passes,
             totals.pass_tokens,
-            totals.prompt_tokens,
-            totals.prompt_passes,
             totals.turn_seconds,
             totals.busy_s,
             max(replica.peak_demand_blocks, replica.cache.running_blocks + replica.waiting_blocks),
@@ -145,8 +139,8 @@ class Observer:
     def _demand(self, now_s: float, first: _Sample, last: _Sample, span_s: float) -> KvDemand:
         replica, layout = self._replica, self._replica.model.layout
         longest = admission_floor_blocks(max_model_len=layout.max_model_len, block_tokens=layout.block_tokens)
-        while replica.reuses and replica.reuses[0].at_s < now_s - self._window_s:
-            replica.reuses.popleft()
+        asked = replica.asked.rates(now_s, now_s)
+        turns, prompt_tokens, prompt_passes, output_tokens = asked[:NUM_AMOUNTS].tolist()
         return KvDemand(
             running_turns=replica.num_running,
             waiting_turns=len(replica.waiting),
@@ -155,10 +149,12 @@ class Observer:
             used_blocks=replica.cache.running_blocks,
             cached_blocks=replica.cache.cached_blocks,
             mean_turns=(last.turn_seconds - first.turn_seconds) / span_s,
-            prompt_tokens_per_s=(last.prompt_tokens - first.prompt_tokens) / span_s,
-            prompt_passes_per_s=(last.prompt_passes - first.prompt_passes) / span_s,
+            prompt_tokens_per_s=prompt_tokens,
+            prompt_passes_per_s=prompt_passes,
+            turns_per_s=turns,
+            output_tokens_per_s=output_tokens,
             demand=self._demand_bins(last.at_s - self._samples[-2].at_s),
-            reuse=self._reuse_bins(span_s),
+            reuse=self._reuse_bins(asked[NUM_AMOUNTS:]),
         )
 
     def _fit(self) -> CostFit:
@@ -192,33 +188,9 @@ class Observer:
             DemandBin(blocks=round(2 ** (place / 8)), share=weight / total) for place, weight in sorted(seconds.items())
         )
 
-    def _reuse_bins(self, span_s: float) -> tuple[ReuseBin, ...]:
-        edges = self._reuse_edges
-        tokens, turns, passes = ([0.0] * len(edges) for _ in range(3))
-        for reuse in self._replica.reuses:
-            for piece in range(1, _REUSE_PIECES + 1):
-                distance = reuse.others_blocks + -(-reuse.own_blocks * piece // _REUSE_PIECES)
-                edge = bisect_left(edges, distance)
-                if edge < len(edges):
-                    tokens[edge] += reuse.tokens / _REUSE_PIECES
-                    turns[edge] += piece == _REUSE_PIECES
-                    passes[edge] += reuse.passes / _REUSE_PIECES
+    def _reuse_bins(self, rates: npt.NDArray[np.float64]) -> tuple[ReuseBin, ...]:
         return tuple(
-            ReuseBin(
-                blocks=blocks,
-                turns_per_s=turns[i] / span_s,
-                tokens_per_s=tokens[i] / span_s,
-                passes_per_s=passes[i] / span_s,
-            )
-            for i, blocks in enumerate(edges)
-            if tokens[i]
+            ReuseBin(blocks=blocks, turns_per_s=turns, tokens_per_s=tokens, passes_per_s=passes)
+            for blocks, (turns, tokens, passes) in zip(self._replica.edges, rates.reshape(-1, 3).tolist(), strict=True)
+            if tokens > 0
         )
-
-
-def _edges(max_blocks: int) -> list[int]:
-    """Upper edges of the bins, some 9 % apart."""
-    edges, edge = [], 1.0
-    while edge < max_blocks:
-        edges.append(int(edge))
-        edge = max(edge + 1, edge * 1.09)
-    return [*edges, max_blocks]

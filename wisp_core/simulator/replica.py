@@ -9,13 +9,18 @@ limit of tokens; running turns ride along with a token each.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+import numpy as np
+
 from wisp_core.contracts import Split
+from wisp_core.memory.kv_reuse import block_edges
+from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.simulator.engine_model import DecodeStep, EngineModel
 from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
 
@@ -35,16 +40,9 @@ class Job(NamedTuple):
     """KV blocks at its full length."""
 
 
-class Reuse(NamedTuple):
-    """One turn whose prefix was used before on this replica."""
-
-    at_s: float
-    others_blocks: int
-    """Used by other sessions in between."""
-    own_blocks: int
-    tokens: int
-    passes: int
-    """Prefill passes that the whole prefix saves."""
+NUM_AMOUNTS = 4
+"""Of a turn: itself, prompt tokens, passes without a cache, output tokens; then what reuse saves, by distance."""
+_REUSE_PIECES = 4  # of a prefix: its first blocks are kept longest, so each piece has a distance of its own
 
 
 class Prefill:
@@ -91,7 +89,8 @@ class Replica:
         self.demand_seconds: dict[int, float] = {}  # by range of blocks needed in full
         self.topics: Counter[int] = Counter()  # of decoding turns
         self.stack: WeightedStack | None = WeightedStack() if measures_reuse else None
-        self.reuses: deque[Reuse] = deque()
+        self.edges = block_edges(4 * model.layout.max_kv_blocks)
+        self.asked = TurnWindow(NUM_AMOUNTS + 3 * len(self.edges), window_s)
         self.totals = Totals()
         self.mix: dict[tuple[int, int], float] = {}  # decode steps by (batch, topics)
         self.comebacks: Counter[int] = Counter()  # of topics, by how many others ran in between
@@ -279,6 +278,7 @@ class Replica:
         self.cache.finish(job.session, job.blocks)
         if self.stack is not None:
             self.stack.touch(job.session, job.blocks)
+            self.asked.end(job.turn, now_s)
         self._on_end(job.turn, now_s)
 
     def _admit(self, now_s: float) -> bool:
@@ -303,15 +303,29 @@ class Replica:
         return -(-tokens // self.model.pass_tokens)
 
     def _note_reuse(self, job: Job, now_s: float) -> None:
+        """Count what the turn asks for, and what reuse could save it: each piece of its prefix at its own distance."""
         assert self.stack is not None
         block_tokens = self.model.layout.block_tokens
+        saved = np.zeros((len(self.edges), 3))
         blocks = min(job.prefix_tokens, job.prompt_tokens - 1) // block_tokens
         others = self.stack.blocks_since(job.session) if blocks else None
         if others is not None:
             tokens = blocks * block_tokens
-            saved = self._passes(job.prompt_tokens) - self._passes(job.prompt_tokens - tokens)
-            self.reuses.append(Reuse(now_s, others, blocks, tokens, saved))
+            passes = self._passes(job.prompt_tokens) - self._passes(job.prompt_tokens - tokens)
+            others += self._held_since_before(others)
+            for piece in range(1, _REUSE_PIECES + 1):
+                edge = min(bisect_left(self.edges, others + -(-blocks * piece // _REUSE_PIECES)), len(self.edges) - 1)
+                saved[edge] += (piece == _REUSE_PIECES, tokens / _REUSE_PIECES, passes / _REUSE_PIECES)
+        amounts = (1, job.prompt_tokens, self._passes(job.prompt_tokens), job.output_tokens)
+        self.asked.begin(job.turn, np.concatenate((amounts, saved.reshape(-1))), now_s)
         self.stack.touch(job.session, job.blocks)
+
+    def _held_since_before(self, others: int) -> int:
+        """Blocks of running turns that began before what ``others`` blocks were used after."""
+        assert self.stack is not None
+        running = [entry.job for entry in self.prefilling] + [job for _, _, job in self._decoding]
+        since = [(job, self.stack.blocks_since(job.session)) for job in running]
+        return sum(job.blocks for job, blocks in since if blocks is not None and blocks > others)
 
 
 def demand_range(blocks: int) -> int:
