@@ -1,9 +1,9 @@
 """Policies against the per-workflow oracle: fitted on one trace of a workflow, judged on another.
 
 Each policy sees what a replica reports that runs the fitting trace, decides, sees the trace again at that split, and
-so on until its answer stays: that split then runs the judged trace. The oracle knows the judged trace: it takes the
-split of least mean turn latency there, of all feasible ones. ``online`` rows run the damped policy on the judged
-trace itself, from half of the budget, with nothing fitted before.
+so on until its answer stays (`wisp_core.planner.fit`); that split then runs the judged trace. The oracle knows the
+judged trace: it takes the split of least mean turn latency there, of all feasible ones. ``online`` rows run the damped
+policy on the judged trace itself, from half of the budget, with nothing fitted before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.damping import Damped
 from policies.oracle import Oracle
 from policies.registry import AnyPolicy, load_policy
 from wisp_core.contracts import ReplicaSnapshot, Split
-from wisp_core.planner.plan import observe
+from wisp_core.planner.fit import Fitting
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
 
@@ -39,7 +39,6 @@ _FITTED: Mapping[str, Mapping[str, Any]] = {
     "kv_peak": {},
     "static_split": {},
 }
-_ROUNDS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class CompareConfig:
     card: str = "rtx-4090"
     budgets_gb: tuple[float, ...] = (16.0, 20.0, 24.0)
     workflows: tuple[str, ...] = tuple(WORKFLOWS)
-    num_turns: int = 2000
+    num_turns: int = 1500
     fit_seed: int = 1
     judge_seed: int = 2
     max_model_len: int = 32768
@@ -87,15 +86,16 @@ class _Cell:
     """One workflow at one budget."""
 
     def __init__(self, config: CompareConfig, engine: EngineModel, fitting: Trace, judged: Trace) -> None:
-        self._config, self._engine = config, engine
-        self._fitting, self._judged = fitting, judged
-        self._judged_s: dict[Split, float] = {}
+        self._config, self._engine, self._judged_trace = config, engine, judged
+        self._fitting, self._judged = Fitting(engine, fitting), Fitting(engine, judged)
+        layout = engine.layout
+        self._least_blocks = -(-layout.max_model_len // layout.block_tokens)
 
     def rows(self) -> Iterator[Row]:
         """The oracle, then every policy, then the decisions that wrong reports lead to, then online."""
-        start = observe(self._engine, self._judged, half_split(self._engine))
-        decision, _ = Oracle(cost=lambda _, split: self._judge(split)).decide(start, None)
-        oracle_s = self._judge(decision.split)
+        start = self._judged.report(half_split(self._engine))
+        decision, _ = Oracle(cost=lambda _, split: self._judged.mean_turn_s(split)).decide(start, None)
+        oracle_s = self._judged.mean_turn_s(decision.split)
         yield self._row("oracle", decision.split, oracle_s)
         for name, settings in _FITTED.items():
             yield self._row(name, self._fit(load_policy(name, settings)), oracle_s)
@@ -105,7 +105,7 @@ class _Cell:
         yield self._online(oracle_s)
 
     def _row(self, policy: str, split: Split, oracle_s: float) -> Row:
-        mean_turn_s = self._judge(split)
+        mean_turn_s = self._judged.mean_turn_s(split)
         return {
             "policy": policy,
             "cap": split.cap,
@@ -115,29 +115,20 @@ class _Cell:
             "resizes": 0,
         }
 
-    def _judge(self, split: Split) -> float:
-        """Mean turn latency of the judged trace at ``split``."""
-        if split not in self._judged_s:
-            self._judged_s[split] = simulate(self._judged, self._engine, split=split).mean_turn_s
-        return self._judged_s[split]
-
     def _fit(self, policy: AnyPolicy, *, link: float = 1.0, curve: float = 1.0) -> Split:
         """Where ``policy`` ends on the fitting trace."""
-        split, state, seen = half_split(self._engine), policy.initial_state(), set[Split]()
-        for _ in range(_ROUNDS):
-            seen.add(split)
-            snapshot = _misreport(observe(self._engine, self._fitting, split), link=link, curve=curve)
-            decision, state = policy.decide(snapshot, state)
-            if decision.split in seen:
-                return decision.split
-            split = decision.split
-        return split
+
+        def decide(snapshot: ReplicaSnapshot) -> Split:
+            wrong = _misreport(snapshot, link=link, curve=curve)
+            return policy.decide(wrong, policy.initial_state())[0].split
+
+        return self._fitting.fit(decide, least_blocks=self._least_blocks)
 
     def _online(self, oracle_s: float) -> Row:
         config = self._config
         policy = Damped(policy=load_policy("mv_wsa", {"horizon_s": config.horizon_s}))
         settings = SimulationSettings(epoch_s=config.epoch_s, window_s=config.window_s)
-        result = simulate(self._judged, self._engine, policy=policy, settings=settings)
+        result = simulate(self._judged_trace, self._engine, policy=policy, settings=settings)
         return {
             "policy": "mv_wsa online",
             "cap": result.splits[0].cap,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from policy_snapshots import make_layout, make_snapshot
+from simulator_engines import replayed_engine
 from typer.testing import CliRunner
 
 from loadtests.shapes import SHAPES, config_of
@@ -22,8 +23,9 @@ from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import H200, find_card
 from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
+from wisp_core.planner.fit import Fitting, observe
 from wisp_core.planner.model_shape import ModelShape, read_shape
-from wisp_core.planner.plan import Plan, PlanRequest, make_plan, observe
+from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
 from wisp_core.simulator.recording import Recording, write_recording
@@ -82,15 +84,23 @@ def plan_for(**changes: Any) -> Plan:
     return make_plan(PlanRequest(**(fields | changes)))
 
 
-def test_a_plan_holds_budget_and_floor_and_is_the_cheapest_of_all_caps() -> None:
+def test_a_plan_holds_budget_and_floor() -> None:
     plan = plan_for()
     assert plan.other_bytes + plan.layout.pool_bytes(plan.split) <= 24 * 10**9
     assert plan.split.kv_blocks >= plan.floor_blocks
     snapshot = observe(plan.model, generate(workflow("coding_agent", 60), seed=0), plan.split)
     assert violations(snapshot, plan.split) == []
     costs = {split: decode + prefill for split, decode, prefill in plan.curve}
-    assert costs[plan.split] == min(costs.values())
-    assert plan.chosen.cost == pytest.approx(min(costs.values()))
+    assert plan.chosen.cost == pytest.approx(costs[plan.split])
+
+
+def test_a_fit_takes_the_better_of_two_valleys() -> None:
+    engine = replayed_engine()
+    fitting = Fitting(engine, generate(workflow("tool_bursts", 60, max_context_tokens=512), seed=0))
+    caps = {cap: fitting.mean_turn_s(engine.largest_split(cap)) for cap in (2, 8)}
+    # Whoever decides stays on the side where it is: both ends are answers, and one of them is better.
+    found = fitting.fit(lambda snapshot: engine.largest_split(2 if snapshot.split.cap < 5 else 8), least_blocks=32)
+    assert caps[found.cap] == min(caps.values())
 
 
 def test_more_memory_is_never_slower_and_more_turns_need_more_kv() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from wisp_core.allocation.cost_model import CostModel, missing_evidence
 from wisp_core.allocation.floor import admission_floor_blocks
-from wisp_core.allocation.solver import Solution, feasible_splits, solve
-from wisp_core.contracts import Decision, KvDemand, MemoryLayout, ReplicaSnapshot, Split
+from wisp_core.allocation.solver import Solution, feasible_splits, marginals, solve
+from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import Card
 from wisp_core.planner.estimate import (
@@ -28,10 +28,11 @@ from wisp_core.planner.estimate import (
     memory_layout,
     other_bytes,
 )
+from wisp_core.planner.fit import Fitting
 from wisp_core.planner.model_shape import ModelShape
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves, RoutingModel, replay_curves
-from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
+from wisp_core.simulator.simulation import simulate
 from wisp_core.simulator.trace import Trace, TraceTurn
 
 CHUNKS = (1024, 2048, 4096, 8192)
@@ -41,7 +42,6 @@ PRIOR_CURVE_ERROR = 0.15
 MEASURED_CURVE_ERROR = 0.05
 MAX_TURNS = 1500
 """Of a trace, that are simulated."""
-_ROUNDS = 4
 _NEIGHBOURS = 3
 
 
@@ -206,44 +206,27 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
     )
 
 
-class _Watcher:
-    """A policy that holds, and keeps what it saw last."""
-
-    def __init__(self) -> None:
-        self.last: ReplicaSnapshot | None = None
-
-    def initial_state(self) -> None:
-        return None
-
-    def decide(self, snapshot: ReplicaSnapshot, state: None) -> tuple[Decision, None]:
-        self.last = snapshot
-        return Decision(split=snapshot.split, reason="hold: watching"), None
-
-
-def observe(model: EngineModel, trace: Trace, split: Split) -> ReplicaSnapshot:
-    """What a replica reports that runs all of ``trace`` at ``split``."""
-    whole_s = simulate(trace, model, split=split).makespan_s
-    watcher = _Watcher()
-    settings = SimulationSettings(epoch_s=whole_s / 8.001, window_s=whole_s)
-    simulate(trace, model, split=split, policy=watcher, settings=settings)
-    assert watcher.last is not None
-    return watcher.last
-
-
 def _solve(model: EngineModel, trace: Trace, floor: int) -> tuple[ReplicaSnapshot, Solution | None]:
-    """Observe, solve, and observe again there, until the answer stays."""
-    split, seen = half_split(model), set[Split]()
-    for _ in range(_ROUNDS):
-        seen.add(split)
-        snapshot = _with_floor(observe(model, trace, split), floor)
-        lacking = missing_evidence(snapshot)
-        if lacking is not None:
-            raise ConfigurationError(f"the workload is too short to plan for: {lacking}")
-        solution = solve(snapshot, CostModel.from_snapshot(snapshot).cost)
-        if solution is None or solution.split in seen:
-            break
-        split = solution.split
-    return snapshot, solution
+    """The report at the best split that the solver leads to, and its answer there."""
+    fitting = Fitting(model, trace)
+
+    def decide(snapshot: ReplicaSnapshot) -> Split:
+        found = _solution(_with_floor(snapshot, floor))
+        return snapshot.split if found is None else found.split
+
+    best = fitting.fit(decide, least_blocks=floor)
+    snapshot = _with_floor(fitting.report(best), floor)
+    if _solution(snapshot) is None:
+        return snapshot, None
+    cost = CostModel.from_snapshot(snapshot).cost
+    return snapshot, Solution(best, cost(best), marginals(snapshot.layout, best, cost))
+
+
+def _solution(snapshot: ReplicaSnapshot) -> Solution | None:
+    lacking = missing_evidence(snapshot)
+    if lacking is not None:
+        raise ConfigurationError(f"the workload is too short to plan for: {lacking}")
+    return solve(snapshot, CostModel.from_snapshot(snapshot).cost)
 
 
 def _with_floor(snapshot: ReplicaSnapshot, floor: int) -> ReplicaSnapshot:

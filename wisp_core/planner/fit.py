@@ -1,0 +1,89 @@
+"""Where a policy ends up on a trace that is there beforehand.
+
+A split changes what its replica reports, so that a decision has to be made again where it leads; and such landscapes
+have more than one valley. So the search starts from both ends and the middle, follows the decisions until they stay,
+and takes of all splits visited the one at which the trace's turns were fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wisp_core.contracts import Decision, ReplicaSnapshot, Split
+from wisp_core.simulator.engine_model import EngineModel
+from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
+from wisp_core.simulator.trace import Trace
+
+Decide = Callable[[ReplicaSnapshot], Split]
+"""What a policy wants of a replica that reports this."""
+
+_ROUNDS = 6
+_REPORTS = 8
+
+
+class _Watcher:
+    """A policy that holds, and keeps what it saw last."""
+
+    def __init__(self) -> None:
+        self.last: ReplicaSnapshot | None = None
+
+    def initial_state(self) -> None:
+        return None
+
+    def decide(self, snapshot: ReplicaSnapshot, state: None) -> tuple[Decision, None]:
+        self.last = snapshot
+        return Decision(split=snapshot.split, reason="hold: watching"), None
+
+
+class Fitting:
+    """One engine and one trace, and what was simulated of them so far."""
+
+    def __init__(self, model: EngineModel, trace: Trace) -> None:
+        self._model, self._trace = model, trace
+        self._mean_turn_s: dict[Split, float] = {}
+        self._reports: dict[Split, ReplicaSnapshot] = {}
+
+    def mean_turn_s(self, split: Split) -> float:
+        """Mean latency of the trace's turns at ``split``."""
+        if split not in self._mean_turn_s:
+            self._mean_turn_s[split] = simulate(self._trace, self._model, split=split).mean_turn_s
+        return self._mean_turn_s[split]
+
+    def report(self, split: Split) -> ReplicaSnapshot:
+        """What a replica reports that has run the whole trace at ``split``."""
+        if split not in self._reports:
+            self._reports[split] = observe(self._model, self._trace, split)
+        return self._reports[split]
+
+    def fit(self, decide: Decide, *, least_blocks: int) -> Split:
+        """The best split that ``decide`` leads to; ``least_blocks`` is κ_min, which bounds the starts."""
+        visited = list[Split]()
+        for start in self._starts(least_blocks):
+            split, seen = start, set[Split]()
+            for _ in range(_ROUNDS):
+                seen.add(split)
+                split = decide(self.report(split))
+                visited.append(split)
+                if split in seen:
+                    break
+        return min(dict.fromkeys(visited), key=self.mean_turn_s)
+
+    def _starts(self, least_blocks: int) -> list[Split]:
+        """The smallest cap, half of the budget, and the largest cap beside κ_min."""
+        layout = self._model.layout
+        splits = [self._model.largest_split(cap) for cap in range(layout.min_cap, layout.num_experts + 1)]
+        feasible = [split for split in splits if split.kv_blocks >= least_blocks]
+        ends = [feasible[0], feasible[-1]] if feasible else []
+        middle = half_split(self._model)
+        return list(dict.fromkeys([middle, *ends] if middle.kv_blocks >= least_blocks or not ends else ends))
+
+
+def observe(model: EngineModel, trace: Trace, split: Split) -> ReplicaSnapshot:
+    """What a replica reports that runs all of ``trace`` at ``split``."""
+    whole_s = simulate(trace, model, split=split).makespan_s
+    watcher = _Watcher()
+    # The last report comes just before the end.
+    settings = SimulationSettings(epoch_s=whole_s / (_REPORTS + 0.001), window_s=whole_s)
+    simulate(trace, model, split=split, policy=watcher, settings=settings)
+    assert watcher.last is not None
+    return watcher.last
