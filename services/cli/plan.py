@@ -224,7 +224,8 @@ def _print_plan(console: Console, plan: Plan, options: PlanOptions) -> None:
         share = plan.split.cap / plan.layout.num_experts
         console.print(
             f"It fits with {plan.split.cap} of {plan.layout.num_experts} experts per layer on the card ({share:.0%}); "
-            f"host memory holds all of them, {shape.experts_bytes / 1e9:.1f} GB."
+            f"host memory holds all of them, {shape.experts_bytes / 1e9:.1f} GB. Prompts are computed in passes of "
+            f"{plan.choice.max_num_batched_tokens} tokens."
         )
     console.print(
         f"One MiB more would save {plan.solution.marginals.experts_s_per_byte * 2**20:.1e} s/s in experts and "

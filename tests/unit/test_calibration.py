@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from loadtests.simulate.cli import app
 from loadtests.simulate.compare import CompareConfig, compare, summarize
+from loadtests.simulate.scale import ScaleConfig, scale
 from loadtests.traces import Trace, generate, workflow
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
@@ -110,3 +111,10 @@ def test_the_run_command_shows_splits_and_policies_side_by_side(tmp_path: Path) 
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     wrong = CliRunner().invoke(app, ["run", "--cap", "999"])
     assert "128 experts" in str(wrong.exception)
+
+
+def test_scale_runs_count_turns_and_time() -> None:
+    config = ScaleConfig(runs=((1, 120, "hash"), (3, 120, "scored"), (3, 120, "power_of_two")))
+    rows = list(scale(config, lambda _: None))
+    assert [(row["replicas"], row["turns"]) for row in rows] == [(1, 120), (3, 120), (3, 120)]
+    assert all(row["simulate_cpu_s"] > 0 and 0 < row["busy_share"] <= 1 for row in rows)
