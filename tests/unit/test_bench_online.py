@@ -1,0 +1,83 @@
+"""The online benchmark's configuration and arithmetic; the run itself needs a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
+from loadtests.bench.online.drive import TurnFigures
+from loadtests.bench.online.figures import compare, quantile, resize_figures, turn_figures
+from loadtests.bench.online.run import trace_of
+from wisp_core.contracts import Outcome, ResizeOutcome, Split
+
+
+def turn(phase: int, sent_at_s: float, duration_s: float, ttft_s: float | None = 0.5, **changes: object) -> TurnFigures:
+    fields: dict[str, object] = {"client": 0, "session": 0, "prompt_tokens": 10, "completion_tokens": 5} | changes
+    return TurnFigures(phase=phase, sent_at_s=sent_at_s, duration_s=duration_s, ttft_s=ttft_s, **fields)  # type: ignore[arg-type]
+
+
+def test_throughput_is_turns_over_makespan_and_failures_do_not_count() -> None:
+    turns = [turn(0, 1.0, 2.0), turn(0, 2.0, 4.0), turn(1, 6.0, 5.0, ttft_s=2.5), turn(1, 6.0, 1.0, None, error="lost")]
+    row = turn_figures(turns, ("bursts", "long"))
+    assert (row["turns"], row["failed_turns"], row["errors"]) == (4, 1, ["lost"])
+    assert row["makespan_s"] == pytest.approx(10.0)
+    assert row["turns_per_s"] == pytest.approx(0.3)
+    assert (row["ttft_p50_s"], row["ttft_p95_s"]) == (0.5, 2.5)
+    assert [(phase["name"], phase["makespan_s"]) for phase in row["phases"]] == [("bursts", 5.0), ("long", 5.0)]
+
+
+def resize(before: int, after: int, outcome: Outcome = Outcome.APPLIED) -> ResizeOutcome:
+    return ResizeOutcome(
+        replica_id="r",
+        revision=1,
+        outcome=outcome,
+        reason="test",
+        before=Split(cap=before, kv_blocks=100 - before),
+        after=Split(cap=after, kv_blocks=100 - after),
+        bytes_moved=abs(after - before) * 10,
+        pause_ms=float(before),
+    )
+
+
+def test_only_what_moved_is_a_resize() -> None:
+    row = resize_figures([resize(4, 8), resize(8, 6), resize(5, 5), resize(6, 9, Outcome.DEFERRED)])
+    assert (row["resizes"], row["resizes_to_kv"], row["resizes_deferred"]) == (2, 1, 1)
+    assert (row["bytes_moved"], row["pause_ms_max"]) == (60, 8.0)
+
+
+def way(cap: int | None, turns_per_s: float, ttft_p95_s: float) -> dict[str, object]:
+    return {
+        "cap": cap,
+        "turns_per_s": turns_per_s,
+        "ttft_p95_s": ttft_p95_s,
+        "failed_turns": 0,
+        "resizes": 3,
+        "bytes_moved": 7,
+    }
+
+
+def test_online_is_compared_with_the_best_static_split() -> None:
+    rows = [way(8, 1.0, 2.0), way(16, 2.0, 4.0), {"cap": 24, "error": "no"}, way(None, 2.2, 3.0)]
+    summary = compare(rows)
+    assert summary["best_static_cap"] == 16
+    assert summary["over_best_static"] == pytest.approx(1.1)
+    assert summary["ttft_p95_over_best_static"] == pytest.approx(0.75)
+    assert summary["static"] == {"8": 1.0, "16": 2.0}
+    assert "over_best_static" not in compare(rows[:2])
+
+
+def test_a_quantile_is_a_value_that_was_seen() -> None:
+    assert [quantile([3.0, 1.0, 2.0, 4.0], share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 2.0, 4.0, 4.0]
+
+
+def test_the_fixed_set_of_turns_fits_the_service_and_has_its_tenants(tmp_path: Path) -> None:
+    config = OnlineConfig()
+    trace, service = trace_of(config), service_config(config, tmp_path)
+    assert trace.has_barriers
+    assert trace.longest_tokens() <= service.replica.engine["max_model_len"]
+    assert set(trace.tenants) <= {tenant.tenant_id for tenant in service.tenants}
+    assert trace.num_topics <= MODEL.topics
+    again = trace_of(config)
+    assert [turn[:11] for turn in again] == [turn[:11] for turn in trace], "equal seeds, equal turns"
