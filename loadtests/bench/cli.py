@@ -294,8 +294,8 @@ def prefetch(
 
 @app.command()
 def online(
-    policy: Annotated[str, typer.Option(help="The policy that divides the budget while the service runs.")] = "mv_wsa",
-    caps: Annotated[str | None, typer.Option(help="Static splits beside it, in slots per layer, such as 8,16.")] = None,
+    policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
+    caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
     workflow: Annotated[str, typer.Option(help="A workflow of loadtests.traces.")] = "phase_shift",
     turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 160,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
@@ -312,7 +312,7 @@ def online(
 
     config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, seed=seed)
     if caps is not None:
-        config = dataclasses.replace(config, caps=_integers(caps))
+        config = dataclasses.replace(config, caps=() if caps == "none" else _integers(caps))
     path = (output or report.result_path(config.name, "cpu")).resolve()
     command = "wisp bench " + shlex.join(sys.argv[1:])
 

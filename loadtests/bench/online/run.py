@@ -51,7 +51,8 @@ def run_online(
     write_tiny_model(directory / "model", MODEL)
     trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
     with checked_start(of_service), Service(of_service) as service:
-        for label, cap in enumerate([*config.caps, None]):
+        ways: list[int | None] = [*config.caps] + [None] * (config.policy != "none")
+        for label, cap in enumerate(ways):
             name = config.policy if cap is None else f"static cap {cap}"
             say(f"{name}: {len(trace)} turns of {trace.num_sessions} sessions")
             service.config = with_policy(service, config, cap)
