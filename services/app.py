@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
+from services.service_file import remove_service_file, write_service_file
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
@@ -80,7 +80,7 @@ class Service:
     def stop(self) -> None:
         """Stop what runs; safe to call twice."""
         if self._is_published:
-            (self.config.state_dir / "service.json").unlink(missing_ok=True)
+            remove_service_file(self.config.state_dir)
         if ray.is_initialized():
             with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
                 serve.shutdown()
@@ -240,10 +240,7 @@ class Service:
                 one.tenant_id: str(one.key_file.resolve()) for one in self.config.tenants if one.key_file is not None
             },
         }
-        path = self.config.state_dir / "service.json"
-        draft = path.with_suffix(".new")
-        draft.write_text(json.dumps(facts) + "\n")
-        draft.replace(path)
+        write_service_file(self.config.state_dir, facts)
         self._is_published = True
 
 
@@ -275,12 +272,3 @@ class WithoutShutdownNoise(io.TextIOBase):
     def flush(self) -> None:
         """Flush the stream behind."""
         self._stream.flush()
-
-
-def read_service_file(state_dir: Path) -> dict[str, Any]:
-    """What a running service has published. Raises ConfigurationError when none runs there."""
-    try:
-        facts: dict[str, Any] = json.loads((state_dir / "service.json").read_text())
-    except OSError as error:
-        raise ConfigurationError(f"no service runs with state_dir {state_dir}: start one with `wisp serve`") from error
-    return facts

@@ -15,7 +15,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from loadtests.service.gpu_memory import GpuProcesses, wait_until_gone
-from services.app import Service, read_service_file
+from services.app import Service
 from services.cli.load import Counters, run_locust
 from services.config import ServiceConfig
 from services.demo.identity import Answer, RecordedTurn, answer_resident, find_mismatches, replay_live
@@ -23,6 +23,7 @@ from services.demo.sampler import MemorySampler
 from services.demo.workload import Agent, AgentSpec
 from services.preflight import checked_start
 from services.secret_files import read_or_create, secret_path
+from services.service_file import read_service_file
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
 from wisp_core.errors import ConfigurationError
 

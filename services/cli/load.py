@@ -17,9 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from services.app import Service, read_service_file
+from services.app import Service
 from services.preflight import checked_start
 from services.secret_files import read_or_create, secret_path
+from services.service_file import read_service_file
 from wisp_core.errors import EngineUnavailableError
 
 LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import typer
 
-from services.app import read_service_file
 from services.secret_files import read_or_create, secret_path
+from services.service_file import read_service_file
 from wisp_core.contracts import ReplicaSnapshot, Signature, TurnRecord
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.simulator.recording import Recording, recording_of, write_recording

@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.app import read_service_file
 from services.secret_files import read_or_create, secret_path
+from services.service_file import read_service_file
 from wisp_core.errors import EngineUnavailableError
 
 _LAST = 5

@@ -118,8 +118,8 @@ def _limits(
 
 def _call(state_dir: Path, method: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
     """One admin request. Raises ConfigurationError with the service's own words, EngineUnavailableError if none."""
-    from services.app import read_service_file
     from services.secret_files import read_or_create, secret_path
+    from services.service_file import read_service_file
 
     url = read_service_file(state_dir)["url"]
     headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}

@@ -15,9 +15,10 @@ from typing import Any
 
 import typer
 
-from services.app import Service, read_service_file
+from services.app import Service
 from services.config import ServiceConfig
 from services.preflight import check_model, check_policy
+from services.service_file import read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,33 @@
+"""``service.json`` in the state directory: how the command line finds a running service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wisp_core.errors import ConfigurationError
+
+_NAME = "service.json"
+
+
+def read_service_file(state_dir: Path) -> dict[str, Any]:
+    """What a running service has published. Raises ConfigurationError when none runs there."""
+    try:
+        facts: dict[str, Any] = json.loads((state_dir / _NAME).read_text())
+    except OSError as error:
+        raise ConfigurationError(f"no service runs with state_dir {state_dir}: start one with `wisp serve`") from error
+    return facts
+
+
+def write_service_file(state_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Publish ``facts``; a reader sees the old ones or all of these."""
+    draft = state_dir / f"{_NAME}.new"
+    draft.write_text(json.dumps(facts) + "\n")
+    draft.replace(state_dir / _NAME)
+
+
+def remove_service_file(state_dir: Path) -> None:
+    """No service runs there any more."""
+    (state_dir / _NAME).unlink(missing_ok=True)
