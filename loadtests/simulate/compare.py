@@ -3,7 +3,8 @@
 Each policy sees what a replica reports that runs the fitting trace, decides, sees the trace again at that split, and
 so on until its answer stays (`wisp_core.planner.fit`); that split then runs the judged trace. The oracle knows the
 judged trace: it takes the split of least mean turn latency there, of all feasible ones. ``online`` rows run the damped
-policy on the judged trace itself, from half of the budget, with nothing fitted before.
+policy on the judged trace itself, from half of the budget, with nothing fitted before; ``searched`` is no policy but
+an exhaustive search on the fitting trace.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from loadtests.traces import WORKFLOWS, Trace, generate, workflow
 from policies.damping import Damped
 from policies.oracle import Oracle
 from policies.registry import AnyPolicy, load_policy
+from wisp_core.allocation.solver import feasible_splits
 from wisp_core.contracts import ReplicaSnapshot, Split
 from wisp_core.planner.fit import Fitting
 from wisp_core.simulator.engine_model import EngineModel
@@ -37,7 +39,6 @@ _FITTED: Mapping[str, Mapping[str, Any]] = {
     "fifty_fifty": {},
     "working_set_proportional": {},
     "kv_peak": {},
-    "static_split": {},
 }
 
 
@@ -99,6 +100,8 @@ class _Cell:
         yield self._row("oracle", decision.split, oracle_s)
         for name, settings in _FITTED.items():
             yield self._row(name, self._fit(load_policy(name, settings)), oracle_s)
+        yield self._row("static_split", half_split(self._engine), oracle_s)
+        yield self._row("searched", self._search(), oracle_s)
         for error, factors in ERRORS.items():
             split = self._fit(load_policy("mv_wsa", _FITTED["mv_wsa"]), **factors)
             yield self._row(f"mv_wsa, {error}", split, oracle_s)
@@ -123,6 +126,11 @@ class _Cell:
             return policy.decide(wrong, policy.initial_state())[0].split
 
         return self._fitting.fit(decide, least_blocks=self._least_blocks)
+
+    def _search(self) -> Split:
+        """The split that is fastest on the fitting trace, of all: what is left over the oracle is between the traces."""
+        report = self._fitting.report(half_split(self._engine))
+        return min(feasible_splits(report), key=self._fitting.mean_turn_s)
 
     def _online(self, oracle_s: float) -> Row:
         config = self._config
