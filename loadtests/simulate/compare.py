@@ -128,7 +128,7 @@ class _Cell:
         return self._fitting.fit(decide, least_blocks=self._least_blocks)
 
     def _search(self) -> Split:
-        """The split that is fastest on the fitting trace, of all: what is left over the oracle is between the traces."""
+        """The split that is fastest on the fitting trace, of all: what is left is the two traces' difference."""
         report = self._fitting.report(half_split(self._engine))
         return min(feasible_splits(report), key=self._fitting.mean_turn_s)
 
