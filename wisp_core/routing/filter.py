@@ -29,11 +29,15 @@ def eligible(request: RoutingRequest, fleet: Fleet, is_known: Mask) -> Mask:
     if 0 < len(excluded) < len(fleet):
         remaining[excluded] = False
     is_unknown = ~is_known
-    for condition in (
+    conditions = (
         fleet.column("is_healthy") > 0,
         fleet.column("is_draining") == 0,
         fleet.load.kv_tokens >= request.prompt_tokens + request.max_tokens,
-    ):
+    )
+    everything = remaining & (is_unknown | (conditions[0] & conditions[1] & conditions[2]))
+    if everything.any():
+        return everything
+    for condition in conditions:
         narrowed = remaining & (condition | is_unknown)
         remaining = narrowed if narrowed.any() else remaining
     return remaining

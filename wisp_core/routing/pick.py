@@ -13,7 +13,7 @@ def first(chosen: str, order: Sequence[str]) -> tuple[str, ...]:
 
 
 def pick_by_score(
-    request: RoutingRequest, scores: Mapping[str, Score], ties: Mapping[str, float], weights: RoutingWeights
+    request: RoutingRequest, scores: dict[str, Score], ties: Mapping[str, float], weights: RoutingWeights
 ) -> RoutingDecision:
     """Least predicted seconds first; a session leaves home only for a gain.
 
@@ -23,17 +23,16 @@ def pick_by_score(
         ties: Each one's `hash_fraction`, for differences that mean nothing.
         weights: Constants.
     """
-    order = sorted(scores, key=lambda name: (scores[name].total_s + weights.tie_s * ties[name], name))
+    costs_s = {name: score.total_s + weights.tie_s * ties[name] for name, score in scores.items()}
+    order = sorted(costs_s, key=lambda name: (costs_s[name], name))
     best, home = order[0], request.home
     if home is None or home not in scores:
         why = "new session" if home is None else "its replica cannot take it"
-        return RoutingDecision(
-            ranking=tuple(order), reason=f"{why}: least predicted {scores[best]}", scores=dict(scores)
-        )
+        return RoutingDecision(ranking=tuple(order), reason=f"{why}: least predicted {scores[best]}", scores=scores)
     gain_s = scores[home].total_s - scores[best].total_s
     if gain_s > max(weights.migrate_gain_s, weights.migrate_gain_fraction * scores[home].total_s):
         return RoutingDecision(
-            ranking=tuple(order), reason=f"moves: saves {gain_s:.3f} s, predicted {scores[best]}", scores=dict(scores)
+            ranking=tuple(order), reason=f"moves: saves {gain_s:.3f} s, predicted {scores[best]}", scores=scores
         )
     reason = "stays home, which is best" if best == home else f"stays home: moving saves only {max(gain_s, 0):.3f} s"
-    return RoutingDecision(ranking=first(home, order), reason=reason, scores=dict(scores))
+    return RoutingDecision(ranking=first(home, order), reason=reason, scores=scores)

@@ -145,7 +145,7 @@ class RoutingDecision:
 
 MAX_SAMPLED_LAYERS = 8
 """Layers that are looked at; the others are taken to be like them."""
-SKETCH_USES = 64
+SKETCH_USES = 32
 """Heaviest (layer, expert) uses of a working set that the shortlist looks at."""
 
 
