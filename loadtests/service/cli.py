@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -29,13 +30,14 @@ def fairness(
     runs: Annotated[int, typer.Option(min=1, help="Times that each condition is measured.")] = 3,
     turns: Annotated[int, typer.Option(min=10, help="Turns of the quiet tenant in each condition.")] = 200,
     b_weight: Annotated[float, typer.Option(help="Weight of the quiet tenant; the others' is 1.")] = 9.0,
+    max_condition_s: Annotated[float, typer.Option(help="A condition that takes longer ends, seconds.")] = 600.0,
     output: Output = None,
 ) -> None:
     """What a tenant that floods, and one that thrashes the expert cache, cost another."""
     from loadtests.service.fairness import FairnessConfig, measure, summarize
 
-    config = FairnessConfig(turns=turns, b_weight=b_weight)
-    rows = asyncio.run(measure(config, runs))
+    config = FairnessConfig(turns=turns, b_weight=b_weight, max_condition_s=max_condition_s)
+    rows = asyncio.run(measure(config, runs, lambda rows: typer.echo(json.dumps(rows[-1]), err=True)))
     summary = summarize(rows)
     write_result(output or result_path("fairness"), "fairness", asdict(config), rows, summary)
     typer.echo(json.dumps(summary))
@@ -94,6 +96,8 @@ def malformed(
 
 def main() -> None:
     """Entry point: an error that the operator can fix is one message, not a traceback."""
+    # As Ctrl-C does: the service that was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except WispError as error:

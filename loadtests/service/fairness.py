@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import random
 import tempfile
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class FairnessConfig:
 
     turns: int = 200
     """Of B, in each condition."""
+    max_condition_s: float = 600.0
+    """A condition that takes longer ends with the turns it has."""
     b_sessions: int = 1
     b_prompt_words: int = 400
     b_tokens: int = 96
@@ -123,14 +126,15 @@ class Fairness:
 
     async def warm_up(self) -> None:
         """A few turns that are not counted."""
-        await self._turns_of_b(8)
+        await self._turns_of_b(3)
 
     async def _turns_of_b(self, count: int) -> list[StreamedTurn]:
         turns: list[StreamedTurn] = []
+        until_s = time.monotonic() + self._config.max_condition_s
 
         async def run(session: int) -> None:
             chooser = random.Random(self._number * 100 + session)
-            while len(turns) < count:
+            while len(turns) < count and time.monotonic() < until_s:
                 turns.append(await self._turn("b", f"b-{session}", self._words_of_b(chooser), self._config.b_tokens, 0))
                 await asyncio.sleep(chooser.uniform(*self._config.b_pause_s))
 
@@ -235,8 +239,11 @@ def _of_a(turns: list[StreamedTurn]) -> dict[str, Any]:
     }
 
 
-async def measure(config: FairnessConfig, runs: int) -> list[dict[str, Any]]:
-    """``runs`` times the three conditions in turn, on one service."""
+async def measure(
+    config: FairnessConfig, runs: int, on_rows: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """``runs`` times the three conditions in turn, on one service; ``on_rows`` gets what is there after each."""
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_tiny_model(directory / "model", TinyModelConfig())
@@ -245,9 +252,10 @@ async def measure(config: FairnessConfig, runs: int) -> list[dict[str, Any]]:
             async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
                 fairness = Fairness(service, client, config)
                 await fairness.warm_up()
-                rows = []
                 for run in range(1, runs + 1):
-                    rows += [{"run": run, **await fairness.condition(name)} for name in ("alone", "flood", "thrash")]
+                    for name in ("alone", "flood", "thrash"):
+                        rows.append({"run": run, **await fairness.condition(name)})
+                        on_rows(rows)
                 rows.append({"run": runs, "retry_after_is_right": await fairness.retry_after_is_right()})
     return rows
 
