@@ -34,7 +34,7 @@ def eligible(request: RoutingRequest, fleet: Fleet, is_known: Mask) -> Mask:
         fleet.column("is_draining") == 0,
         fleet.load.kv_tokens >= request.prompt_tokens + request.max_tokens,
     )
-    everything = remaining & (is_unknown | (conditions[0] & conditions[1] & conditions[2]))
+    everything: Mask = remaining & (is_unknown | (conditions[0] & conditions[1] & conditions[2]))
     if everything.any():
         return everything
     for condition in conditions:
