@@ -95,6 +95,8 @@ def test_more_keys_and_rows_than_there_is_room_for_are_left_out() -> None:
     assert counted.drain().keys() == {"a", "b"}
     counted.step(["c"], rows=1)
     assert counted.drain().keys() == {"c"}, "numbers are given out anew"
+    counted.step(["c"], rows=1)
+    counted.uses.reset()
     counted.uses.count([None] * 5000)
     assert counted.uses.max_rows == MAX_ROUTED // TOP_K
     assert counted.drain() == {}

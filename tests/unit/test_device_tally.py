@@ -37,6 +37,9 @@ class HostCounter:
                     uses.counts[layer, row] += 1
                     uses.hits += len(row)
 
+    def reset(self) -> None:
+        self.found = {}
+
     def drain(self) -> Mapping[str, Uses]:
         found, self.found = self.found, {}
         return found
@@ -89,6 +92,19 @@ def test_a_session_counts_for_its_user_its_tenant_and_everyone() -> None:
     assert np.nonzero(weights[0])[0].tolist() == [0, 1]
     assert np.nonzero(weights[1])[0].tolist() == [4, 5]
     assert tally.export_touched() == []
+
+
+def test_what_came_before_a_reset_is_forgotten() -> None:
+    counter = HostCounter()
+    tally = DeviceSessionTally(counter, num_layers=LAYERS, num_experts=E, top_k=K)
+    counter.ids = [[[0, 1]], [[4, 5]]]
+    tally.end_step(batch(("warm-up", 1, False)))
+    tally.export_touched()
+    tally.end_step(batch(("warm-up", 1, False)))
+    tally.reset()
+    assert tally.export_touched() == []
+    tally.end_step(batch(("a", 1, False)))
+    assert [signature.decode_tokens for signature in tally.export_touched()] == [1]
 
 
 def test_counts_added_at_once_weigh_as_those_added_row_by_row() -> None:

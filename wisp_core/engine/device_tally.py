@@ -39,6 +39,10 @@ class UseCounter(Protocol):
         """Uses by key since the last time."""
         ...
 
+    def reset(self) -> None:
+        """Forget everything."""
+        ...
+
 
 class RequestKeys:
     """Session key of every request that the worker knows, from what the scheduler says as they come and go."""
@@ -79,8 +83,14 @@ class DeviceSessionTally:
 
     def __init__(self, uses: UseCounter, *, num_layers: int, num_experts: int, top_k: int) -> None:
         self._uses, self._top_k = uses, top_k
-        self._tally = ExpertTally(num_layers, num_experts, HALF_LIFE_TOKENS, MAX_KEYS)
+        self._shape = (num_layers, num_experts)
         self._requests = RequestKeys()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all counts, as after vLLM's own requests that warm up its kernels."""
+        self._uses.reset()
+        self._tally = ExpertTally(*self._shape, HALF_LIFE_TOKENS, MAX_KEYS)
         self._touched: set[str] = set()
 
     def begin_step(self, scheduler_output: Any) -> None:

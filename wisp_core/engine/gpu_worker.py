@@ -61,6 +61,7 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         """Warm up and capture, and forget what that counted."""
         times = super().compile_or_warm_up_model()
         self._wisp_pager.reset_statistics()
+        self._wisp_device_tally.reset()
         return times
 
     def _wisp_backing(self) -> Backing:

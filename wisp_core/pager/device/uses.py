@@ -111,6 +111,12 @@ class DeviceUses:
                 found |= self._collect()
         return found
 
+    def reset(self) -> None:
+        """Forget everything, in stream order."""
+        self._counts.zero_()
+        self._hits.zero_()
+        self._numbers, self._copying = {}, None
+
     def _number(self, key: str) -> int:
         number = self._numbers.setdefault(key, len(self._numbers))
         if number >= len(self._hits):
