@@ -152,8 +152,7 @@ def check_paging_was_real(pager: Any, cap: int) -> None:
     assert decode.misses > 0
     assert 0 < prefill.misses < prefill.distinct
     if cap <= TOP_K + 1:
-        # Steps need more experts than there are slots: they are cut, and some experts are copied more than once.
-        assert decode.distinct > decode.steps * cap * NUM_LAYERS
+        # Some steps need more experts than there are slots: they are cut, and experts are copied more than once.
         assert decode.hits + decode.misses > decode.distinct
 
 

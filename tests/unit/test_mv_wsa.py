@@ -51,7 +51,7 @@ def test_a_gain_that_a_refill_would_eat_is_left_alone() -> None:
 def test_the_model_s_error_is_reported_with_the_decision() -> None:
     snapshot = make_snapshot()
     busy = CostModel.from_snapshot(snapshot).cost(snapshot.split)
-    decision = decided(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}), growth_fraction=0.0)
+    decision = decided(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}))
     assert decision.model_error == pytest.approx(0.25)
     assert "off by 25%" in decision.reason
 
