@@ -57,9 +57,7 @@ class MarginalValue:
             return Decision(split=snapshot.split, reason=f"hold: {explain_infeasible(snapshot)}")
         worth = marginals(snapshot.layout, solution.split, model.cost)
         now, then = model.terms(snapshot.split), model.terms(solution.split)
-        error = model_error(
-            CostModel.from_snapshot(snapshot), snapshot
-        )  # of what was measured, not of what is expected
+        error = model_error(CostModel.from_snapshot(snapshot), snapshot)  # of what was measured, not expected
         return Decision(
             split=solution.split,
             reason=_explain(now, then, model.move(solution.split).total_s, worth, error),
