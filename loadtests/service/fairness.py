@@ -32,7 +32,7 @@ FLOOD_FACTOR = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FairnessConfig:
-    """One run. A's share is ``a_requests_per_minute`` and one part of ``b_weight + 1``."""
+    """One run. A's share is ``a_requests_per_minute``, about what one part in ``b_weight + 1`` of the engine serves."""
 
     turns: int = 200
     """Of B, in each condition."""
@@ -44,7 +44,7 @@ class FairnessConfig:
     b_pause_s: tuple[float, float] = (0.05, 0.3)
     """Between two turns of a session, at random."""
     b_weight: float = 9.0
-    a_requests_per_minute: int = 60
+    a_requests_per_minute: int = 12
     a_kv_share: float = 0.5
     a_prompt_words: int = 40
     a_tokens: int = 32
