@@ -297,7 +297,7 @@ def online(
     policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
     caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
     workflow: Annotated[str, typer.Option(help="A workflow of loadtests.traces.")] = "phase_shift",
-    turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 160,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 400,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     output: Output = None,
     work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,

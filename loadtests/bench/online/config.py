@@ -29,7 +29,7 @@ class OnlineConfig:
 
     name: str = "online"
     workflow: str = "phase_shift"
-    num_turns: int = 160
+    num_turns: int = 400
     seed: int = 0
     max_context_tokens: int = 4096
     agents_scale: float = 1.5
@@ -48,7 +48,7 @@ class OnlineConfig:
     block_tokens: int = 32
     window_s: float = 10.0
     epoch_s: float = 1.0
-    timeout_s: float = 900.0
+    timeout_s: float = 1800.0
     """Of one way to divide the budget."""
 
 
