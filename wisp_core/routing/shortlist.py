@@ -23,9 +23,11 @@ def sketched_experts_s(uses: Uses | None, fleet: Fleet, tokens: int) -> Column:
 
 def shortlist(total_s: Column, candidates: Mask, num_scored: int, home: int | None) -> npt.NDArray[np.intp]:
     """Positions of the candidates of least cost, and the home if it is one."""
-    found = np.flatnonzero(candidates)
-    if len(found) > num_scored:
-        found = found[np.argpartition(total_s[found], num_scored - 1)[:num_scored]]
-        if home is not None and candidates[home] and home not in found:
-            found = np.append(found, home)
+    if len(total_s) <= num_scored:
+        return np.flatnonzero(candidates)
+    eligible_s = np.where(candidates, total_s, np.inf)
+    found = np.argpartition(eligible_s, num_scored - 1)[:num_scored]
+    found = found[candidates[found]]
+    if home is not None and candidates[home] and home not in found:
+        found = np.append(found, home)
     return found
