@@ -298,6 +298,7 @@ def online(
     caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
     workflow: Annotated[str, typer.Option(help="A workflow of loadtests.traces.")] = "phase_shift",
     turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 400,
+    agents_scale: Annotated[float, typer.Option(help="Factor on the workflow's concurrent agents.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     output: Output = None,
     work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,
@@ -310,7 +311,7 @@ def online(
     from loadtests.bench.online.config import OnlineConfig
     from loadtests.bench.online.figures import compare
 
-    config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, seed=seed)
+    config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, agents_scale=agents_scale, seed=seed)
     if caps is not None:
         config = dataclasses.replace(config, caps=() if caps == "none" else _integers(caps))
     path = (output or report.result_path(config.name, "cpu")).resolve()
