@@ -144,7 +144,7 @@ class CostModel:
         """Predicted cost of ``split``."""
         relative = self._batch_held(split.kv_blocks) / self._batch_held(self.split.kv_blocks)
         batch = self.batch * relative
-        tokens, passes, fetch_s = self._prefills(split.kv_blocks)
+        tokens, passes, fetch_s = self._prefills(split)
         again = self._preempted_tokens_per_s(split.kv_blocks)
         passes += again / self.pass_tokens
         steps_per_s = max(0.0, self.output_tokens_per_s / batch - (passes if self.do_passes_decode else 0.0))
@@ -187,16 +187,16 @@ class CostModel:
         """Predicted cost at the split in effect, to be compared with the measured one."""
         return self.cost(self.split)
 
-    def _prefills(self, kv_blocks: int) -> tuple[float, float, float]:
-        """Tokens and passes to compute and seconds to fetch, all per second, with ``kv_blocks``."""
+    def _prefills(self, split: Split) -> tuple[float, float, float]:
+        """Tokens and passes to compute and seconds to fetch, all per second, at ``split``."""
         tokens, passes, fetch_s = self.prompt_tokens_per_s, self.prompt_passes_per_s, 0.0
         for one in self.reuse:
-            kept = self._kept(one.blocks, kv_blocks)
+            kept = self._kept(one.blocks, split.kv_blocks)
             fetched_s = one.tokens_per_s * self.fetch_s_per_token
-            saved = 1.0 if fetched_s < self._lost_s(one, self.split.cap) else kept
+            saved = 1.0 if fetched_s < self._lost_s(one, split.cap) else kept
             tokens -= saved * one.tokens_per_s
             passes -= saved * one.passes_per_s
-            fetch_s += (saved - kept) * fetched_s if saved > kept else 0.0
+            fetch_s += (saved - kept) * fetched_s if saved > kept else 0.0  # infinite without a host tier
         return max(0.0, tokens), max(0.0, passes), fetch_s
 
     def _kept(self, distance: float, kv_blocks: int) -> float:
