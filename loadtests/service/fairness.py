@@ -1,7 +1,8 @@
 """Tenant B's turns alone, beside a tenant A that floods, and beside one that thrashes the expert cache.
 
 A may use a small share: by its limits and by its weight. It sends twenty times as much as its limits allow, or within
-them turns of random tokens, each of which needs other experts than the turns of B. B sends one turn after the other.
+them turns of random tokens, each of which needs other experts than the turns of B. Each session of B sends one turn
+after the other, with pauses.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FairnessConfig:
     """Of B, in each condition."""
     max_condition_s: float = 600.0
     """A condition that takes longer ends with the turns it has."""
-    b_sessions: int = 1
+    b_sessions: int = 3
     b_prompt_words: int = 400
     b_tokens: int = 96
     b_pause_s: tuple[float, float] = (0.05, 0.3)
