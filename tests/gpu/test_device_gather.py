@@ -111,8 +111,7 @@ class PagedLayers:
     def launch(self, topk_ids: torch.Tensor, slot_ids: torch.Tensor) -> None:
         """What one forward captures; ids are [num_layers, rows, top_k]."""
         for index, layer in enumerate(self.layers):
-            plan_step(layer, topk_ids[index], slot_ids[index], self.state.num_valid_rows)
-            self.gathers[index].run(layer)
+            plan_step(layer, topk_ids[index], slot_ids[index], self.state.num_valid_rows, gather=self.gathers[index])
 
     def set_cap(self, cap: int) -> None:
         set_cap(self.state, cap)

@@ -77,6 +77,8 @@ class Paged:
         self.pager.begin_step(len(ids[0]) if num_valid is None else num_valid, is_prefill=path is Path.STREAMED)
         for layer, table in enumerate(self.tables):
             slot_ids = self.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), path)
+            if path is Path.DECODE:
+                self.pager.fetch_second(layer)()
             plan = table.plan if path is Path.DECODE else table.look_up
             assert slot_ids.tolist() == plan(ids[layer], num_valid).slot_ids.tolist()
             self.check_contents(layer, table)

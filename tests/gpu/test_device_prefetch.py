@@ -71,6 +71,7 @@ def step_by_contents(paged: Paged, ids: np.ndarray) -> None:
     paged.pager.begin_step(len(ids[0]), is_prefill=False)
     for layer in range(NUM_LAYERS):
         slot_ids = paged.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), Path.DECODE).cpu()
+        paged.pager.fetch_second(layer)()
         for expert, slot_id in zip(ids[layer].reshape(-1).tolist(), slot_ids.view(-1).tolist(), strict=True):
             if slot_id >= NUM_EXPERTS:
                 assert slot_id == NUM_EXPERTS + expert

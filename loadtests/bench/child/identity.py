@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.compilation.counter import compilation_counter
 
 from loadtests.bench.child.engine import engine_arguments, make_prompt, open_engine
+from loadtests.bench.child.gpu_memory import GpuMemory
+from loadtests.bench.child.resize import move, split_at
 from loadtests.bench.job import IdentityJob
-from wisp_core.contracts import Split
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.pager.registry import current_pager
 from wisp_core.settings import WispSettings
@@ -45,16 +47,22 @@ def _in_place(job: IdentityJob) -> Iterator[Row]:
 
 
 def _resized(job: IdentityJob) -> Iterator[Row]:
-    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
+    settings = WispSettings.model_validate(job.wisp)
+    memory = GpuMemory()
+    memory.restart()
+    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), settings)
+    captured = compilation_counter.num_cudagraph_captured
     try:
         for cap in job.caps:
-            snapshot = engine.snapshot()
-            layout = snapshot.layout
-            blocks = layout.kv_blocks_within(snapshot.budget_bytes - layout.experts_bytes_by_cap[cap])
-            outcome = engine.resize(engine.plan(Split(cap=cap, kv_blocks=blocks)))
+            outcome = move(engine, split_at(engine, cap))
             row = {"cap": outcome.after.cap, "outcome": outcome.outcome.value, "bytes_moved": outcome.bytes_moved}
-            yield row | {"output_hash": _digest(engine.llm, job)}
+            row["output_hash"] = _digest(engine.llm, job)
             engine.check_integrity()
+            yield row | {
+                "graphs_captured_again": compilation_counter.num_cudagraph_captured - captured,
+                "budget_bytes": settings.vram_budget_bytes,
+                "peak_gpu_bytes": memory.peak_bytes(),
+            }
     finally:
         engine.shutdown()
 

@@ -212,9 +212,14 @@ def _plan_row(shape: Shape, num_experts: int, batch: int, warps: int, cap: int) 
         for turn in range(2):  # two inputs in turn, so that a small cap misses each time
             for index in range(shape.num_layers):
                 layer = state.layer(index)
-                plan_step(layer, ids[turn, index], slot_ids[turn, index], state.num_valid_rows, num_warps=warps)
-                if with_gather:
-                    gather.run(layer)
+                plan_step(
+                    layer,
+                    ids[turn, index],
+                    slot_ids[turn, index],
+                    state.num_valid_rows,
+                    gather=gather if with_gather else None,
+                    num_warps=warps,
+                )
 
     plans = 2 * shape.num_layers
     row: Row = {"measure": "plan", "num_experts": num_experts, "batch": batch, "num_warps": warps, "cap": cap}
@@ -245,8 +250,7 @@ def measure_steps(shape: Shape, experts: list[torch.Tensor], link_bytes_per_s: f
             slot_ids: torch.Tensor = slot_ids,
         ) -> None:
             for index, layer in enumerate(layers):
-                plan_step(layer, ids[index], slot_ids[index], state.num_valid_rows)
-                gathers[index].run(layer)
+                plan_step(layer, ids[index], slot_ids[index], state.num_valid_rows, gather=gathers[index])
 
         graph = captured(page_all)
         for step in range(40):

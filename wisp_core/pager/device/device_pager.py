@@ -10,7 +10,6 @@ The host only launches, in the order of the layers. Two kinds of forward differ:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -40,13 +39,6 @@ _MOVE_PROGRAMS = 132
 _SECOND_PREFIX = "w2_"
 
 
-class Fetch(Enum):
-    """Which parameters of missing experts a decode plan copies."""
-
-    ALL = "all"
-    FIRST = "first"  # what the first product reads; the rest comes by `DevicePager.fetch_second`
-
-
 class _Layer:
     """Host store and slots of one layer, and its state once all layers are known."""
 
@@ -55,8 +47,9 @@ class _Layer:
         self.slots = LayerSlots(name, self.store, backing, is_host_in_reach=True)
         self.slots.back(0, cap)
         self.state: LayerState
-        self.gathers: dict[Fetch, Gather]
-        self.gather_second: Gather
+        self.gather_all: Gather
+        self.gather_first: Gather  # what the first product reads
+        self.gather_second: Gather  # the rest
         self.moves: Gather
 
     def attach(self, state: LayerState, device: torch.device) -> None:
@@ -65,10 +58,8 @@ class _Layer:
         second = [name for name in names if name.startswith(_SECOND_PREFIX)]
         slots = [self.slots.tensors[name] for name in names]
         self.state = state
-        self.gathers = {
-            Fetch.ALL: self._gather(names, device),
-            Fetch.FIRST: self._gather([name for name in names if name not in second], device),
-        }
+        self.gather_all = self._gather(names, device)
+        self.gather_first = self._gather([name for name in names if name not in second], device)
         self.gather_second = self._gather(second, device)
         self.moves = Gather(slots, slots, device, num_programs=_MOVE_PROGRAMS)
 
@@ -199,24 +190,23 @@ class DevicePager:
         """Whether the running forward is a prefill."""
         return self._is_prefill
 
-    def plan(self, index: int, topk_ids: torch.Tensor, path: Path, *, fetch: Fetch = Fetch.ALL) -> torch.Tensor:
-        """Plan one layer and fetch what goes into slots; returns slot ids, ``E + expert`` for experts in no slot.
+    def plan(self, index: int, topk_ids: torch.Tensor, path: Path) -> torch.Tensor:
+        """Plan one layer; returns slot ids, ``E + expert`` for experts in no slot.
 
-        Launches only, so that a graph may capture it. Ids are integer [rows, top_k], contiguous.
+        On the path DECODE it fetches into slots what the first product reads; call `fetch_second` next. Launches only,
+        so that a graph may capture it. Ids are integer [rows, top_k], contiguous.
         """
         layer = self._layer(index)
         slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
-        gather = layer.gathers[fetch] if path is Path.DECODE else None
+        gather = layer.gather_first if path is Path.DECODE else None
         prefetcher = self._prefetcher if path is Path.DECODE else None
         if prefetcher is not None:
             prefetcher.join(index)
         plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path, gather=gather)
-        if prefetcher is not None and fetch is Fetch.ALL and index + 1 < self.num_layers:
-            prefetcher.launch(index + 1, self._forked_side_stream())
         return slot_ids
 
     def fetch_second(self, index: int) -> Callable[[], None]:
-        """After a plan with `Fetch.FIRST`: copy the other parameters beside what is launched next.
+        """After a plan on the path DECODE: copy the other parameters beside what is launched next.
 
         Returns what makes later launches wait for them: call it before they are read.
         """
@@ -360,7 +350,7 @@ class DevicePager:
         for index, layer in enumerate(self._all_layers()):
             layer.attach(self._state.layer(index), self.device)
         if self.settings.prefetch:
-            gathers = [layer.gathers[Fetch.ALL] for layer in self._all_layers()]
+            gathers = [layer.gather_all for layer in self._all_layers()]
             self._prefetcher = Prefetcher(self._state, gathers, self.settings.prefetch, self.device)
         if self.device.type == "cuda":  # without a copy engine (the kernels' interpreter), there is nothing to stream
             self._side_stream = torch.cuda.Stream(self.device)
