@@ -44,10 +44,28 @@ class ModelSettings(Section):
         return self.served_name or Path(self.path).name
 
 
+class AutoscalingSettings(Section):
+    """When replicas are added to ``replica.count``, and taken away again down to it."""
+
+    max_count: int = Field(gt=1, description="Most replicas.")
+    target_turns: float = Field(default=8.0, gt=0, description="Turns at once that a replica should have.")
+    max_copy_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Part of the time that a replica may spend copying experts in decode steps.",
+    )
+    up_delay_s: float = Field(default=10.0, ge=0, description="How long more must be wanted, seconds.")
+    down_delay_s: float = Field(default=300.0, ge=0, description="How long fewer must be enough, seconds.")
+
+
 class ReplicaSettings(Section):
     """One replica: a paged vLLM engine on one low-VRAM device."""
 
     count: int = Field(default=2, ge=1)
+    autoscaling: AutoscalingSettings | None = Field(
+        default=None, description="More replicas while there is work for them; None: always ``count``."
+    )
     vram_budget_bytes: int = Field(gt=0, description="Everything a replica may hold on its device, bytes.")
     activation_bytes: int = Field(default=64 << 20, ge=0, description="Part of it set aside for activations, bytes.")
     other_bytes: int | None = Field(
@@ -82,6 +100,10 @@ class ReplicaSettings(Section):
     barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
     emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")
+    co_schedule: bool = Field(
+        default=False,
+        description="Hold turns back, up to 2 s, whose experts do not fit the slots beside those of running turns.",
+    )
     num_cpus: float = Field(default=1.0, ge=0, description="Ray CPUs per replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; 0 on CPU.")
     max_ongoing_turns: int = Field(default=64, gt=0, description="Turns a replica accepts at once, queue included.")

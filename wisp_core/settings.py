@@ -81,6 +81,10 @@ class WispSettings(BaseModel):
         "own. A plain `vllm serve` needs `--load-format wisp` to spare the reading too.",
     )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
+    co_schedule: bool = Field(
+        default=False,
+        description="Hold turns back, up to 2 s, whose experts do not fit the slots beside those of running turns.",
+    )
 
     @classmethod
     def from_additional_config(cls, additional_config: dict[str, Any]) -> WispSettings | None:

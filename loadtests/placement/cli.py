@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 
 from loadtests.bench.report import result_path, write_result
 from loadtests.bench.runner import Measured
-from wisp_core.errors import WispError
+from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -38,15 +39,86 @@ def routing(
 
 @app.command()
 def placement(
-    turns: Annotated[int | None, typer.Option(min=100, help="Turns of each simulated run.")] = None,
+    is_live: Annotated[bool, typer.Option("--live", help="Real engines on this machine's CPU.")] = False,
+    turns: Annotated[int | None, typer.Option(min=16, help="Turns of each run.")] = None,
+    router: Annotated[str | None, typer.Option(help="Live: these only, such as working_set,power_of_two.")] = None,
+    work: Annotated[str | None, typer.Option(help="Live: these only, such as topics.")] = None,
+    work_dir: Annotated[Path | None, typer.Option(help="Live: where model, state and logs go.")] = None,
     output: Output = None,
 ) -> None:
-    """Expert copies and latency with WiSP's router, Serve's power of two, and consistent hashing, simulated."""
+    """Expert copies and latency with WiSP's router, Serve's power of two, and consistent hashing; simulated, or live.
+
+    A live run adds to the rows that ``output`` has of other routers with the same settings.
+    """
+    if is_live:
+        _live(turns, router, work, work_dir, output)
+        return
     from loadtests.placement.simulated import SimulatedConfig, measure, summarize
 
     config = SimulatedConfig() if turns is None else replace(SimulatedConfig(), num_turns=turns)
     rows = measure(config, _say)
     _finish(config, rows, summarize(rows), output)
+
+
+@app.command()
+def overhead(
+    requests: Annotated[int, typer.Option(min=10, help="One-token answers on each way.")] = 1000,
+    work_dir: Annotated[Path | None, typer.Option(help="Where model, state and logs go.")] = None,
+    output: Output = None,
+) -> None:
+    """What ingress and router add to a turn, against calling a replica's own app directly."""
+    from services.environment import prepare_driver
+
+    prepare_driver()
+    from loadtests.placement.overhead import OverheadConfig, measure, summarize
+
+    config = OverheadConfig(requests=requests)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(config, work_dir or Path(scratch), _say)
+    _finish(config, rows, summarize(rows), output)
+
+
+@app.command()
+def co_schedule(output: Output = None) -> None:
+    """Turns that come at once to one engine: first come first served, and held until their experts fit."""
+    from loadtests.placement.coschedule import CoScheduleConfig, measure, summarize
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(CoScheduleConfig(), Path(scratch), _say)
+    _finish(CoScheduleConfig(), rows, summarize(rows), output)
+
+
+def _live(turns: int | None, router: str | None, work: str | None, work_dir: Path | None, output: Path | None) -> None:
+    from services.environment import prepare_driver
+
+    # Ray reads these when it is imported, and the service imports Ray.
+    prepare_driver()
+    from loadtests.placement.live import LiveConfig, measure, summarize
+
+    changes: dict[str, Any] = {} if turns is None else {"num_turns": turns}
+    base = replace(LiveConfig(), **changes)
+    config = replace(
+        base,
+        routers=base.routers if router is None else tuple(router.split(",")),
+        works=base.works if work is None else tuple(work.split(",")),
+    )
+    path = output or result_path(config.name, "cpu")
+    kept = _rows_of(path, base, config)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(
+            config, work_dir or Path(scratch), _say, lambda rows: _write(base, [*kept, *rows], path, summarize)
+        )
+    _finish(base, [*kept, *rows], summarize([*kept, *rows]), path)
+
+
+def _rows_of(path: Path, base: Any, config: Any) -> list[dict[str, Any]]:
+    """Rows of an earlier run with the same settings that this one does not measure again."""
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    if content["config"] != json.loads(json.dumps(asdict(base))):
+        raise ConfigurationError(f"--output {path}: it has figures of other settings; give another file")
+    return [row for row in content["rows"] if row["router"] not in config.routers or row["work"] not in config.works]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,12 +131,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _finish(config: Any, rows: list[dict[str, Any]], summary: dict[str, Any], output: Path | None) -> None:
+    path = (output or result_path(config.name, "cpu")).resolve()
+    _write(config, rows, path, lambda _: summary)
+    typer.echo(json.dumps({"benchmark": config.name, "file": str(path)} | summary))
+
+
+def _write(
+    config: Any,
+    rows: list[dict[str, Any]],
+    path: Path,
+    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> None:
     from loadtests.bench.child.hardware import hardware, versions
 
     measured = Measured(rows=rows, hardware=hardware(), versions=versions())
-    path = (output or result_path(config.name, "cpu")).resolve()
-    write_result(path, config, "wisp bench " + shlex.join(sys.argv[1:]), measured, summary)
-    typer.echo(json.dumps({"benchmark": config.name, "file": str(path)} | summary))
+    write_result(path, config, "wisp bench " + shlex.join(sys.argv[1:]), measured, summarize(rows))
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ from services.background import BackgroundTasks
 from services.config import ReplicaSettings, ServiceConfig
 from services.environment import replica_environment
 from services.replica.asgi import AsgiRequest, ResponseHead
+from services.replica.autoscaling import autoscaling_config, work_of
 from services.replica.metrics import ReplicaMetrics
 from services.replica.reporter import Reporter
 from services.replica.resizing import PlanFollower
@@ -121,6 +122,10 @@ class Replica:
     def _head(self, head: ResponseHead) -> dict[str, Any]:
         return {"status": head.status, "headers": head.headers, "replica_id": self._state.replica_id}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook, read by `WorkingSetAutoscaling`; nothing before the first snapshot."""
+        return {} if self._state.last_snapshot is None else work_of(self._state.last_snapshot)
+
     async def scrape(self) -> str:
         """Own and vLLM's metrics in Prometheus text format, labelled ``replica=``."""
         return self._state.metrics.scrape()
@@ -187,6 +192,7 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         bypass_if_it_fits=replica.bypass_if_it_fits,
         declared_kv_tokens=replica.declared_kv_tokens,
         prefetch=replica.prefetch,
+        co_schedule=replica.co_schedule,
         **only_if_set,
     )
 
@@ -201,11 +207,11 @@ def build_replica(
     request_router_kwargs: dict[str, Any],
 ) -> serve.Application:
     """A deployment of ``count`` replicas, to be bound into the service's application."""
-    replica = config.replica
+    replica, scaling = config.replica, config.replica.autoscaling
     deployment = serve.deployment(
         Replica,
         name=name,
-        num_replicas=count,
+        **({"num_replicas": count} if scaling is None else {"autoscaling_config": autoscaling_config(count, scaling)}),
         max_ongoing_requests=replica.max_ongoing_turns,
         # Counts at the first start only, where a retry fails for the same reason: a setting.
         max_constructor_retry_count=1,

@@ -20,7 +20,6 @@ class Reporter:
     def __init__(self, state: ReplicaState, period_s: float) -> None:
         self._state = state
         self._period_s = period_s
-        self._last: ReplicaSnapshot | None = None
 
     async def run(self) -> None:
         """Report each period, and at once when ``report_soon`` is set, until cancelled; then withdraw the snapshot."""
@@ -39,7 +38,7 @@ class Reporter:
         if snapshot is None:
             return
         self._state.metrics.observe_snapshot(snapshot)
-        self._last = snapshot
+        self._state.last_snapshot = snapshot
         await self._state.store.write_snapshot(snapshot)
         if snapshot.is_healthy:
             signatures = await self._state.engine.signatures()
@@ -63,9 +62,9 @@ class Reporter:
                 return await self._state.engine.snapshot()
             except EngineUnavailableError:
                 logger.info("the engine did not answer")
-        if self._last is None:
+        if self._state.last_snapshot is None:
             return None
-        return self._last.model_copy(update={"is_healthy": False, "at_s": time.time()})
+        return self._state.last_snapshot.model_copy(update={"is_healthy": False, "at_s": time.time()})
 
     async def _withdraw(self) -> None:
         try:

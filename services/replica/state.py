@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from services.replica.metrics import ReplicaMetrics
 from services.replica.prompt_groups import PromptGroups
+from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.store.interface import ReplicaStore
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class ReplicaState:
     engine: WispEngine
     store: ReplicaStore
     metrics: ReplicaMetrics
+    last_snapshot: ReplicaSnapshot | None = None
     prompt_groups: PromptGroups = field(default_factory=PromptGroups)
     engine_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the present engine is known to be dead or hung; a restart puts a new event here."""

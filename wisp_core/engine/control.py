@@ -50,6 +50,10 @@ class EngineControl(Protocol):
         """Tallies of the keys touched since the last call."""
         ...
 
+    async def expect(self, cap: int, masks: dict[str, list[str]]) -> None:
+        """Tell the scheduler the slots per layer and working sets by session: hexadecimal masks of some layers."""
+        ...
+
     async def configure(self, group_blocks: int) -> None:
         """Tell the scheduler the group size, once after the start."""
         ...

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from wisp_core.contracts import ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
 from wisp_core.engine.arguments import paged_engine_args
+from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.openai_app import openai_app, serve_args
@@ -153,11 +154,17 @@ class WispEngine:
         return snapshot.model_copy(update={"split": live.resizer.split}) if live.resizer.is_resizing else snapshot
 
     async def signatures(self) -> list[Signature]:
-        """Signatures of the keys that decoded since the last call; the replica's own carries its id as key."""
+        """Signatures of the keys that decoded since the last call; the replica's own carries its id as key.
+
+        The engine's scheduler is told the sessions' as well.
+        """
         live = self._alive()
+        signatures = await live.control.signatures()
+        if self._request.settings.co_schedule:
+            await live.control.expect(live.resizer.split.cap, expected_masks(signatures))
         return [
             signature if signature.key != EVERYONE else signature.model_copy(update={"key": self._request.replica_id})
-            for signature in await live.control.signatures()
+            for signature in signatures
         ]
 
     async def resize(self, plan: SplitPlan) -> ResizeOutcome:

@@ -12,6 +12,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Signature, Split, SplitPlan
 from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
+from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
@@ -98,6 +99,10 @@ class OfflineEngine:
         """Signatures of the keys that decoded since the last call; "" is the whole engine."""
         self._paged()
         return _run(self._control.signatures())
+
+    def expect(self, signatures: Sequence[Signature]) -> None:
+        """Have turns of these sessions start together only where their experts fit the slots."""
+        _run(self._control.expect(self._paged().split.cap, expected_masks(signatures)))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when free + used = total fails anywhere."""

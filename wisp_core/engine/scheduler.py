@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.fair_turns import FairTurns
+from wisp_core.engine.gated_turns import GatedTurns
 from wisp_core.engine.reports import SchedulerReport, TakeReport
 from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.turn_meter import TurnMeter
@@ -39,6 +40,7 @@ class WispSchedulerMixin:
         )
         self._wisp_steps = StepTimes()
         self._wisp_turns = FairTurns(scheduler)
+        self._wisp_gate = GatedTurns(scheduler)
         self._wisp_command_seconds = 0.0
         self._wisp_commands: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
@@ -47,6 +49,7 @@ class WispSchedulerMixin:
             "take": self._wisp_take,
             "give": self._wisp_balloon.give,
             "floor": self._wisp_meter.floor_blocks,
+            "expect": self._wisp_gate.learn,
             "stat": self._wisp_stat,
             "check_integrity": self._wisp_balloon.check_integrity,
         }
@@ -103,7 +106,9 @@ class WispSchedulerMixin:
         """Decide the next step."""
         started_s = time.monotonic()
         hidden = self._wisp_turns.hide()
+        held = self._wisp_gate.hold()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._wisp_gate.release(held, output)
         self._wisp_turns.unhide(hidden, output)
         if output.total_num_scheduled_tokens:
             self._wisp_steps.note_start(started_s)
@@ -115,6 +120,7 @@ class WispSchedulerMixin:
         """Take in a step's tokens: the end of the step."""
         if scheduler_output.total_num_scheduled_tokens:
             self._wisp_turns.note_step()
+            self._wisp_gate.note_step()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._wisp_steps.note_end(time.monotonic())
         return outputs

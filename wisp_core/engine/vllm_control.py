@@ -64,6 +64,10 @@ class VllmControl(ABC):
         """See `EngineControl`."""
         return [Signature.model_validate(report) for report in await self._worker("wisp_signatures")]
 
+    async def expect(self, cap: int, masks: dict[str, list[str]]) -> None:
+        """See `EngineControl`."""
+        await self._scheduler("expect", cap, masks)
+
     async def configure(self, group_blocks: int) -> None:
         """See `EngineControl`."""
         await self._scheduler("configure", group_blocks)

@@ -67,6 +67,18 @@ def miss_share_by_cap(usage: Usage) -> npt.NDArray[np.float64]:
     return np.maximum(missed, 0.0)
 
 
+def core_masks(usage: Usage, share: float, max_layers: int) -> list[int]:
+    """The fewest experts that make up ``share`` of the uses, as bits: of at most ``max_layers`` layers of [L, E]."""
+    layers = np.round(np.linspace(0, usage.shape[0] - 1, min(usage.shape[0], max_layers))).astype(np.intp)
+    masks = []
+    for row in usage[layers]:
+        by_use = np.argsort(-row, kind="stable")
+        kept = np.cumsum(row[by_use])
+        count = int(np.searchsorted(kept, share * kept[-1])) + 1 if kept[-1] > 0 else 0
+        masks.append(sum(1 << int(expert) for expert in by_use[:count]))
+    return masks
+
+
 def safe_cap(usage: Usage, max_miss_share: float, min_cap: int = 1) -> int:
     """The predicted safe size of a working set: the smallest cap that keeps its miss share at ``max_miss_share``."""
     is_enough = miss_share_by_cap(usage) * LRU_MARGIN <= max_miss_share + 1e-9

@@ -1,0 +1,193 @@
+"""Real engines on this machine's CPU under agent sessions of several topics, with one router after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from loadtests.bench.online.config import MODEL, SERVED_NAME
+from loadtests.bench.online.drive import Player, TurnFigures
+from loadtests.bench.online.figures import engine_figures, quantile, turn_figures
+from loadtests.service.running import free_port
+from loadtests.traces import Trace, generate, workflow
+from services.app import Service
+from services.config import RouterName, ServiceConfig
+from services.preflight import checked_start
+from services.secret_files import read_or_create
+from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.model.tiny import write_tiny_model
+from wisp_core.store.interface import Store
+
+Row = dict[str, Any]
+
+_SETTLE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig:
+    """Service and work; all of it decides the figures."""
+
+    name: str = "placement-cpu"
+    routers: tuple[str, ...] = tuple(RouterName)
+    works: tuple[str, ...] = ("topics", "shuffled")
+    """topics: users have one each. shuffled: every session has one at random."""
+    num_replicas: int = 2
+    cap: int = 20
+    """Expert slots per layer, of 64; a topic prefers 16 experts of each layer."""
+    vram_budget_bytes: int = 44_000_000
+    activation_bytes: int = 8_388_608
+    link_bytes_per_s: float = 100e6
+    max_context_tokens: int = 1024
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    workflow: str = "tool_bursts"
+    num_turns: int = 112
+    agents_scale: float = 1.0
+    """Of the workflow's 16 concurrent agents."""
+    output_scale: float = 1.5
+    time_scale: float = 0.1
+    seed: int = 0
+
+
+def measure(
+    config: LiveConfig, directory: Path, say: Callable[[str], None], on_rows: Callable[[list[Row]], None]
+) -> list[Row]:
+    """A service for each router, which answers each kind of work once; ``on_rows`` gets what there is so far."""
+    write_tiny_model(directory / "model", MODEL)
+    rows: list[Row] = []
+    for router in config.routers:
+        of_service = _service_config(config, directory, RouterName(router))
+        with checked_start(of_service), Service(of_service) as service:
+            for label, work in enumerate(config.works):
+                row = asyncio.run(_answer(config, service, _trace(config, work), label))
+                rows.append({"router": router, "work": work, **row})
+                on_rows(rows)
+                say(f"{router}, {work}: {row['missed_bytes_per_token'] / 1e6:.2f} MB per token, {row['turns']} turns")
+    return rows
+
+
+def summarize(rows: Sequence[Row]) -> Row:
+    """Ratios of WiSP's router to the others, where both were measured on the same work."""
+    found = {(row["router"], row["work"]): row for row in rows}
+    summary: Row = {}
+    for baseline, short in ((RouterName.POWER_OF_TWO, "pow2"), (RouterName.CONSISTENT_HASH, "hash")):
+        for work in dict.fromkeys(row["work"] for row in rows):
+            own, other = found.get((RouterName.WORKING_SET, work)), found.get((baseline, work))
+            if own is None or other is None:
+                continue
+            prefix = "" if work == "topics" else f"{work}_"
+            for key, name in (
+                ("decode_missed_bytes_per_token", "miss"),
+                ("missed_bytes_per_token", "miss_with_prefill"),
+                ("turn_p95_s", "p95_turn"),
+                ("turn_mean_s", "mean_turn"),
+            ):
+                summary[f"{prefix}{name}_vs_{short}"] = round(own[key] / other[key], 4)
+    return summary | {"failed_turns": sum(row["failed_turns"] for row in rows)}
+
+
+async def _answer(config: LiveConfig, service: Service, trace: Trace, label: int) -> Row:
+    """Play ``trace``; every turn of a client is sent when the one before has ended."""
+    tenants = {tenant.tenant_id: tenant.key_file for tenant in service.config.tenants}
+    store = service.store()
+    try:
+        before = await _settled(config, store)
+        clients = {
+            name: AsyncOpenAI(base_url=f"{service.url}/v1", api_key=read_or_create(path), max_retries=0, timeout=300)
+            for name, path in tenants.items()
+            if path is not None
+        }
+        player = Player(trace, clients, SERVED_NAME, MODEL, label)
+        await player.play()
+        for client in clients.values():
+            await client.close()
+        await asyncio.sleep(2 * service.config.replica.snapshot_period_s)
+        return _figures(trace, player.figures, before, await store.list_snapshots())
+    finally:
+        await store.close()
+
+
+async def _settled(config: LiveConfig, store: Store) -> list[ReplicaSnapshot]:
+    """The replicas' snapshots once all have the split that is compared. Raises TimeoutError."""
+    async with asyncio.timeout(_SETTLE_S):
+        while True:
+            snapshots = await store.list_snapshots()
+            if len(snapshots) == config.num_replicas and all(one.split.cap == config.cap for one in snapshots):
+                return snapshots
+            await asyncio.sleep(0.2)
+
+
+def _figures(
+    trace: Trace, turns: Sequence[TurnFigures], before: Sequence[ReplicaSnapshot], after: Sequence[ReplicaSnapshot]
+) -> Row:
+    row = turn_figures(turns, trace.phases) | engine_figures(before, after)
+    del row["phases"]
+    starts = {one.replica_id: one for one in before}
+    good = [turn.duration_s for turn in turns if turn.error is None]
+    decoded = max(1, row["decode_tokens"])
+    return row | {
+        "turn_p95_s": quantile(good, 0.95),
+        "decode_missed_bytes_per_token": row["decode_missed_bytes"] / decoded,
+        "missed_bytes_per_token": (row["decode_missed_bytes"] + row["prefill_missed_bytes"])
+        / max(1, row["completion_tokens"]),
+        "tokens_by_replica": [one.decode.tokens - starts[one.replica_id].decode.tokens for one in after],
+    }
+
+
+def _trace(config: LiveConfig, work: str) -> Trace:
+    workload = workflow(
+        config.workflow,
+        config.num_turns,
+        num_topics=MODEL.topics,
+        max_context_tokens=config.max_context_tokens,
+        agents_scale=config.agents_scale,
+        output_scale=config.output_scale,
+        time_scale=config.time_scale,
+        is_topic_shared=work == "shuffled",
+    )
+    return generate(workload, seed=config.seed)
+
+
+def _service_config(config: LiveConfig, directory: Path, router: RouterName) -> ServiceConfig:
+    state_dir = directory / router.value
+    tenants = [
+        {
+            "tenant_id": name,
+            "key_file": str(state_dir / f"{name}.key"),
+            "requests_per_minute": 1_000_000,
+            "tokens_per_minute": 1_000_000_000,
+        }
+        for name in ("acme", "globex", "initech")
+    ]
+    return ServiceConfig.model_validate(
+        {
+            "name": "wisp-placement",
+            "state_dir": str(state_dir),
+            "http": {"port": free_port()},
+            "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
+            "replica": {
+                "count": config.num_replicas,
+                "vram_budget_bytes": config.vram_budget_bytes,
+                "activation_bytes": config.activation_bytes,
+                "initial_cap": config.cap,
+                "emulated_link_bytes_per_s": config.link_bytes_per_s,
+                "graceful_shutdown_timeout_s": 10,
+                "engine": {
+                    "max_model_len": config.max_context_tokens,
+                    "max_num_seqs": config.max_num_seqs,
+                    "max_num_batched_tokens": config.max_num_batched_tokens,
+                    "block_size": 32,
+                    "dtype": "bfloat16",
+                    "enable_prefix_caching": True,
+                },
+            },
+            "policy": {"name": "static_split"},
+            "routing": {"router": router.value},
+            "tenants": tenants,
+        }
+    )

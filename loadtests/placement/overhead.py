@@ -1,0 +1,165 @@
+"""What ingress and router add to a turn, against the replica's own OpenAI app behind a plain HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+
+from loadtests.service.running import free_port
+from services.app import Service
+from services.config import ServiceConfig
+from services.environment import replica_environment, set_in_this_process
+from services.ingress.sessions import SESSION_HEADER
+from services.preflight import checked_start
+from services.replica.deployment import wisp_settings
+from services.secret_files import read_or_create
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+
+Row = dict[str, Any]
+
+SERVED_NAME = "tiny-moe"
+_WARM_UP = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadConfig:
+    """An idle service with one replica, asked for one token at a time."""
+
+    name: str = "overhead"
+    requests: int = 1000
+    num_replicas: int = 1
+    vram_budget_bytes: int = 70 << 20
+    activation_bytes: int = 8 << 20
+    max_model_len: int = 1024
+
+
+def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None]) -> list[Row]:
+    """Rows of latencies: ``direct``, ``service``, and the two parts of the way that are Serve's alone."""
+    write_tiny_model(directory / "model", TinyModelConfig())
+    of_service = _service_config(config, directory)
+    set_in_this_process(replica_environment(of_service))
+    say("direct: the engine's app behind uvicorn")
+    rows = asyncio.run(_direct(config, of_service))
+    say("through the service")
+    with checked_start(of_service), Service(of_service) as service:
+        rows += asyncio.run(_through(config, service))
+    return rows
+
+
+def summarize(rows: Sequence[Row]) -> Row:
+    """Medians in milliseconds; Serve's own part is its HTTP path to the ingress plus a call by handle."""
+    medians = {row["path"]: row["p50_ms"] for row in rows}
+    serve_ms = medians["serve_http"] + medians["serve_handle"]
+    overhead_ms = medians["service"] - medians["direct"]
+    limit_ms = max(3.0, serve_ms + 1.0)
+    return {
+        "overhead_ms": round(overhead_ms, 3),
+        "overhead_stream_ms": round(medians["service_stream"] - medians["direct_stream"], 3),
+        "serve_ms": round(serve_ms, 3),
+        "limit_ms": round(limit_ms, 3),
+        "is_within_limit": overhead_ms <= limit_ms,
+    }
+
+
+async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row]:
+    # Here, not at the top: vLLM takes seconds.
+    from wisp_core.engine.engine import WispEngine
+
+    replica = of_service.replica
+    engine = await WispEngine.start(
+        model=of_service.model.path,
+        served_name=SERVED_NAME,
+        engine_args=replica.engine,
+        settings=wisp_settings(replica),
+        replica_id="direct",
+    )
+    try:
+        async with _listening(engine.app) as url:
+            return await _ask_both(config, url, {}, "direct")
+    finally:
+        await engine.shutdown()
+
+
+@asynccontextmanager
+async def _listening(app: Any) -> AsyncIterator[str]:
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  # uvicorn tells it by this flag only
+        await asyncio.sleep(0.05)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def _through(config: OverheadConfig, service: Service) -> list[Row]:
+    key_file = service.config.tenants[0].key_file
+    assert key_file is not None, "the bench writes its own tenant"
+    headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
+    rows = await _ask_both(config, service.url, headers, "service")
+    async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        rows.append(await _timed("serve_http", config.requests, lambda: client.get("/healthz")))
+    rows.append(await _timed("serve_handle", config.requests, lambda: service.broadcast("health")))
+    return rows
+
+
+async def _ask_both(config: OverheadConfig, url: str, headers: dict[str, str], path: str) -> list[Row]:
+    body = {"model": SERVED_NAME, "prompt": " a", "max_tokens": 1, "temperature": 0}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
+
+        async def ask(fields: dict[str, Any]) -> None:
+            (await client.post("/v1/completions", json=fields)).raise_for_status()
+
+        whole = await _timed(path, config.requests, lambda: ask(body))
+        stream = await _timed(f"{path}_stream", config.requests, lambda: ask(body | {"stream": True}))
+    return [whole, stream]
+
+
+async def _timed(path: str, requests: int, call: Callable[[], Awaitable[Any]]) -> Row:
+    """One after the other, so that nothing waits for anything else."""
+    seconds = []
+    for number in range(_WARM_UP + requests):
+        began_s = time.perf_counter()
+        await call()
+        if number >= _WARM_UP:
+            seconds.append(time.perf_counter() - began_s)
+    quantiles = {f"p{p}_ms": round(float(np.percentile(seconds, p)) * 1000, 3) for p in (5, 50, 95, 99)}
+    return {"path": path, "requests": requests, **quantiles}
+
+
+def _service_config(config: OverheadConfig, directory: Path) -> ServiceConfig:
+    return ServiceConfig.model_validate(
+        {
+            "name": "wisp-overhead",
+            "state_dir": str(directory / "state"),
+            "http": {"port": free_port()},
+            "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
+            "replica": {
+                "count": config.num_replicas,
+                "vram_budget_bytes": config.vram_budget_bytes,
+                "activation_bytes": config.activation_bytes,
+                "graceful_shutdown_timeout_s": 10,
+                "engine": {"max_model_len": config.max_model_len, "max_num_seqs": 8, "block_size": 32},
+            },
+            "policy": {"name": "static_split"},
+            "tenants": [
+                {
+                    "tenant_id": "acme",
+                    "key_file": str(directory / "acme.key"),
+                    "requests_per_minute": 1_000_000,
+                    "tokens_per_minute": 1_000_000_000,
+                }
+            ],
+        }
+    )

@@ -1,0 +1,94 @@
+"""The turn gate in vLLM's scheduler: takes turns that may not start yet out of one call of ``schedule``."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from wisp_core.contracts import Signature
+from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.engine.turn_gate import TurnGate, WaitingTurn
+from wisp_core.working_set.predictor import core_masks
+from wisp_core.working_set.signature import unpack
+
+CORE_SHARE = 0.8
+"""Part of a session's uses whose experts count as its working set."""
+CORE_LAYERS = 8
+"""Layers that are looked at."""
+MIN_DECODE_TOKENS = 16
+"""Sessions that have decoded less are not known well enough to be held."""
+
+
+def expected_masks(signatures: Iterable[Signature]) -> dict[str, list[str]]:
+    """What the command ``expect`` takes, of the sessions among ``signatures``."""
+    return {
+        signature.key: [f"{mask:x}" for mask in core_masks(unpack(signature), CORE_SHARE, CORE_LAYERS)]
+        for signature in signatures
+        if signature.key.count("/") >= 2 and signature.decode_tokens >= MIN_DECODE_TOKENS
+    }
+
+
+class GatedTurns:
+    """Between a vLLM scheduler and a `TurnGate`."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._gate = TurnGate()
+        self._steps: deque[tuple[bool, float]] = deque()
+        self._ended_s = 0.0
+        self.num_held = 0
+        """Times that a turn was put off by one step, since the start."""
+
+    def learn(self, cap: int, masks: dict[str, list[str]]) -> None:
+        """Command ``expect``: slots per layer and hexadecimal masks by session, see `TurnGate.learn`."""
+        self._gate.learn(cap, {session: [int(mask, 16) for mask in layers] for session, layers in masks.items()})
+
+    def hold(self) -> list[Any]:
+        """Before ``schedule``: take out the turns that may not start; ``release`` puts them back."""
+        scheduler, waiting = self._scheduler, self._scheduler.waiting
+        if self._gate.is_open or not isinstance(waiting, deque) or not waiting:
+            return []
+        # Preempted turns have started once, and hold up nobody's first token.
+        fresh = [request for request in waiting if request.status == RequestStatus.WAITING]
+        now_s = time.time()
+        decisions = self._gate.may_start(
+            [_session(request) for request in scheduler.running],
+            [WaitingTurn(_session(request), now_s - request.arrival_time) for request in fresh],
+            time.monotonic(),
+        )
+        held = [request for request, may in zip(fresh, decisions, strict=True) if not may]
+        if held:
+            self.num_held += len(held)
+            kept = [request for request in waiting if request not in held]
+            waiting.clear()
+            waiting.extend(kept)
+        return held
+
+    def release(self, held: list[Any], output: Any) -> None:
+        """After ``schedule``: put back what ``hold`` took out, in order of arrival, and note the step."""
+        if held:
+            waiting = self._scheduler.waiting
+            rest = [request for request in waiting if request.status == RequestStatus.WAITING]
+            first = [request for request in waiting if request.status != RequestStatus.WAITING]
+            waiting.clear()
+            waiting.extend([*first, *sorted([*rest, *held], key=lambda request: request.arrival_time)])
+        if output.total_num_scheduled_tokens:
+            is_pass = output.total_num_scheduled_tokens > len(output.num_scheduled_tokens)
+            self._steps.append((is_pass, time.monotonic()))
+
+    def note_step(self) -> None:
+        """The oldest step on its way has ended."""
+        is_pass, began_s = self._steps.popleft()
+        now_s = time.monotonic()
+        if is_pass:
+            self._gate.note_pass(now_s - max(began_s, self._ended_s), now_s)
+        self._ended_s = now_s
+
+
+def _session(request: Any) -> str:
+    arguments = getattr(request.sampling_params, "extra_args", None) or {}
+    return str(arguments.get(SESSION_ARG, ""))
