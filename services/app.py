@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import signal
 import sys
@@ -146,23 +147,22 @@ class Service:
         self.publish()
 
     def _start_ray(self) -> None:
-        replica = self.config.replica
-        num_cpus = max(os.cpu_count() or 1, int(replica.count * replica.num_cpus + _SPARE_CPUS + 0.999))
         # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
-            num_cpus=num_cpus,  # Ray's bookkeeping, not a limit.
+            num_cpus=ray_cpus(self.config),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
         signal.signal(signal.SIGTERM, on_sigterm)
-        found, needed = ray.cluster_resources().get("GPU", 0.0), replica.count * replica.num_gpus
+        count = self.config.num_replicas
+        found, needed = ray.cluster_resources().get("GPU", 0.0), count * self.config.replica.num_gpus
         if needed > found:
             raise ConfigurationError(
-                f"replica.num_gpus: {replica.count} replicas need {needed:g} GPUs, Ray finds {found:g}; give fewer "
+                f"replica.num_gpus: {count} replicas need {needed:g} GPUs, Ray finds {found:g}; give fewer "
                 "replicas, or a part of a GPU to each (num_gpus: 0.5)"
             )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -242,6 +242,11 @@ class Service:
         }
         write_service_file(self.config.state_dir, facts)
         self._is_published = True
+
+
+def ray_cpus(config: ServiceConfig) -> int:
+    """CPUs that Ray is told of, so that every replica and whatever else runs finds its own: bookkeeping, no limit."""
+    return max(os.cpu_count() or 1, math.ceil(config.num_replicas * config.replica.num_cpus + _SPARE_CPUS))
 
 
 def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:

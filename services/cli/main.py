@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -126,6 +127,14 @@ def record(
     from services.cli.record import record_trace
 
     record_trace(output, duration_s, state_dir)
+
+
+@app.command()
+def openapi() -> None:
+    """Print the OpenAPI document of a service's interface."""
+    from services.ingress.openapi import openapi as document
+
+    typer.echo(json.dumps(document(), indent=1))
 
 
 @model_app.command()

@@ -38,7 +38,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     config = load_config(path, redis_url)
     # Until it runs, a signal interrupts the start.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    typer.echo(f"wisp: starting {config.replica.count} replicas of {config.model.name}", err=True)
+    typer.echo(f"wisp: starting {config.num_replicas} replicas of {config.model.name}", err=True)
     with checked_start(config), Service(config) as service:
         stopped = catch_stop_signals()
         upgrades = Upgrades(service)

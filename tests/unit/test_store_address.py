@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.app import Service, WithoutShutdownNoise
+from services.app import Service, WithoutShutdownNoise, ray_cpus
 from services.config import ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.policy.deployment import build_policy_service
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
+from wisp_core.contracts import Isolation
 
 PASSWORD = "p:w/d@1"
 
@@ -38,6 +41,21 @@ def configured(tmp_path: Path, url: str | None) -> ServiceConfig:
     )
 
 
+def kept_by_serve(application: Any) -> str:
+    """The arguments of a bound deployment, and of those bound into it."""
+    bound = application._bound_deployment
+    router = bound._deployment_config.request_router_config.request_router_kwargs
+    return f"{bound.name} {router} " + "".join(map(_shown, [*bound.init_args, *bound.init_kwargs.values()]))
+
+
+def _shown(argument: Any) -> str:
+    if hasattr(argument, "_bound_deployment"):
+        return kept_by_serve(argument)
+    if isinstance(argument, dict):
+        return "".join(f"{key}={_shown(value)} " for key, value in argument.items())
+    return repr(argument)
+
+
 def test_what_goes_to_the_parts_of_a_service_holds_no_password(tmp_path: Path) -> None:
     service = Service(configured(tmp_path, "redis://me:p%3Aw%2Fd%401@h:6379/0"))
     address = service._store_address
@@ -45,7 +63,10 @@ def test_what_goes_to_the_parts_of_a_service_holds_no_password(tmp_path: Path) -
     assert address.password_file.read_text().strip() == PASSWORD
     assert stat.S_IMODE(address.password_file.stat().st_mode) == 0o600
     secrets = (PASSWORD, "p%3Aw%2Fd%401", service.secrets.admin_key, service.secrets.cache_salt_key)
-    deployed = service.config.model_dump_json() + address.model_dump_json() + repr(service._application())
+    deployed = kept_by_serve(service._application()) + kept_by_serve(
+        build_policy_service(service.config, service._store_address)
+    )
+    assert "redis://me@h:6379/0" in deployed
     assert not any(secret in deployed for secret in secrets)
     # A URL that no longer has a password must not leave the old one behind.
     assert Service(configured(tmp_path, "redis://h:6379/0"))._store_address.password_file is None
@@ -59,6 +80,15 @@ async def test_the_file_s_password_opens_the_store(tmp_path: Path) -> None:
     options = store._connection.client.connection_pool.connection_kwargs
     assert (options["username"], options["password"]) == ("me", PASSWORD)
     await store.close()
+
+
+def test_a_dedicated_tenant_s_replicas_are_counted_where_replicas_are(tmp_path: Path) -> None:
+    config = configured(tmp_path, None)
+    own = TenantSettings(tenant_id="own", key_sha256="1" * 64, isolation=Isolation.DEDICATED, dedicated_replicas=40)
+    more = config.model_copy(update={"tenants": (*config.tenants, own)})
+    assert (config.num_replicas, more.num_replicas) == (2, 42)
+    assert ray_cpus(more) >= 42
+    assert "own=Replica-own " in kept_by_serve(Service(more)._application())
 
 
 def test_only_ray_s_false_alarm_is_kept_from_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
