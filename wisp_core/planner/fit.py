@@ -1,4 +1,4 @@
-"""Where a policy ends up on a trace that is there beforehand.
+"""Which split is best for a trace that is there beforehand, and where a policy ends up on it.
 
 A split changes what its replica reports, so that a decision has to be made again where it leads; and such landscapes
 have more than one valley. So the search starts from both ends and the middle, follows the decisions until they stay,
@@ -7,7 +7,7 @@ and takes of all splits visited the one at which the trace's turns were fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.simulator.engine_model import EngineModel
@@ -19,6 +19,7 @@ Decide = Callable[[ReplicaSnapshot], Split]
 
 _ROUNDS = 6
 _REPORTS = 8
+_GRID = 32
 
 
 class _Watcher:
@@ -67,6 +68,17 @@ class Fitting:
                 if split in seen:
                     break
         return min(dict.fromkeys(visited), key=self.mean_turn_s)
+
+    def search(self, splits: Sequence[Split]) -> Split:
+        """The split at which the trace's turns are fastest, of ``splits``, ascending in cap.
+
+        All of them are simulated where they are few; of many a grid, and then what lies around its two best points.
+        """
+        step = max(1, len(splits) // _GRID)
+        grid = sorted(range(0, len(splits), step), key=lambda place: self.mean_turn_s(splits[place]))
+        near = {place + offset for place in grid[:2] for offset in range(1 - step, step)}
+        places = [*grid[:2], *sorted(place for place in near if 0 <= place < len(splits))]
+        return min((splits[place] for place in places), key=self.mean_turn_s)
 
     def _starts(self, least_blocks: int) -> list[Split]:
         """The smallest cap, half of the budget, and the largest cap beside κ_min."""

@@ -1,8 +1,9 @@
 """The offline choice: one split for a model, a card, a budget and a workload, and what every other would do.
 
-The workload is simulated on an engine that costs what this one will; what the simulated replica reports goes through
-the same cost model and solver as a live replica's snapshot. κ_min is that of the declared concurrency, each turn as
-long as a stated quantile of the workload's turns.
+Offline there is no need to predict from one split what another would do: the workload is simulated at every feasible
+split, on an engine that costs what this one will, and the one where its turns are fastest is taken. What a replica
+reports there goes through the cost model of the online policy, which explains the choice and its neighbours. κ_min is
+that of the declared concurrency, each turn as long as a stated quantile of the workload's turns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from wisp_core.allocation.cost_model import CostModel, missing_evidence
 from wisp_core.allocation.floor import admission_floor_blocks
-from wisp_core.allocation.solver import Solution, feasible_splits, marginals, solve
+from wisp_core.allocation.solver import Solution, feasible_splits, marginals
 from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import Card
@@ -32,7 +33,7 @@ from wisp_core.planner.fit import Fitting
 from wisp_core.planner.model_shape import ModelShape
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves, RoutingModel, replay_curves
-from wisp_core.simulator.simulation import simulate
+from wisp_core.simulator.simulation import half_split, simulate
 from wisp_core.simulator.trace import Trace, TraceTurn
 
 CHUNKS = (1024, 2048, 4096, 8192)
@@ -207,26 +208,19 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
 
 
 def _solve(model: EngineModel, trace: Trace, floor: int) -> tuple[ReplicaSnapshot, Solution | None]:
-    """The report at the best split that the solver leads to, and its answer there."""
+    """The split at which the workload's turns are fastest, and what a replica reports there."""
     fitting = Fitting(model, trace)
-
-    def decide(snapshot: ReplicaSnapshot) -> Split:
-        found = _solution(_with_floor(snapshot, floor))
-        return snapshot.split if found is None else found.split
-
-    best = fitting.fit(decide, least_blocks=floor)
+    start = _with_floor(fitting.report(half_split(model)), floor)
+    feasible = feasible_splits(start)
+    if not feasible:
+        return start, None
+    best = fitting.search(feasible)
     snapshot = _with_floor(fitting.report(best), floor)
-    if _solution(snapshot) is None:
-        return snapshot, None
-    cost = CostModel.from_snapshot(snapshot).cost
-    return snapshot, Solution(best, cost(best), marginals(snapshot.layout, best, cost))
-
-
-def _solution(snapshot: ReplicaSnapshot) -> Solution | None:
     lacking = missing_evidence(snapshot)
     if lacking is not None:
         raise ConfigurationError(f"the workload is too short to plan for: {lacking}")
-    return solve(snapshot, CostModel.from_snapshot(snapshot).cost)
+    cost = CostModel.from_snapshot(snapshot).cost
+    return snapshot, Solution(best, cost(best), marginals(snapshot.layout, best, cost))
 
 
 def _with_floor(snapshot: ReplicaSnapshot, floor: int) -> ReplicaSnapshot:

@@ -28,8 +28,8 @@ class EngineModel:
         prefill pass = compute(pass + tokens · token) and copies(misses · expert_bytes / B · stretch), the longer of
                        the two where they overlap, else their sum
 
-    A prefill of ``n`` tokens needs ``E · (1 - (1 - k/E)^n)`` experts of a layer, of which the share ``1 - C/E`` is in
-    no slot, unless ``pass_misses_by_cap`` says what was measured.
+    A prefill needs as many experts of a layer as the curves say for its tokens, of which the share ``1 - C/E`` is in no
+    slot, unless ``pass_misses_by_cap`` says what was measured.
     """
 
     name: str
@@ -95,7 +95,7 @@ class EngineModel:
             per_token = self.pass_misses_per_token_by_cap
             return self.pass_misses_by_cap[cap] + (per_token[cap] * tokens if per_token is not None else 0.0)
         layout = self.layout
-        share = 1.0 - (1.0 - layout.top_k / layout.num_experts) ** tokens
+        share = self.curves.needed_share(tokens, layout.top_k)
         return layout.num_layers * share * (layout.num_experts - cap)
 
     def pass_compute_s(self, tokens: int) -> float:

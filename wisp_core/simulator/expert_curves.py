@@ -26,6 +26,7 @@ _COUNTED_TOKENS = 512
 _LEAST_STEPS = 48
 _AWAY_STEPS = 48  # of each topic in between, and of the one that comes back
 _COMEBACKS = 4
+_COVERAGE_DOUBLINGS = 10
 _MAX_BATCH = 64
 _MAX_AWAY = 8
 _LEAST_NOISE = 1e-30
@@ -133,12 +134,22 @@ class ExpertCurves:
         distinct: FloatArray,
         away: Sequence[int],
         comeback: FloatArray,
+        coverage: Sequence[float] = (),
     ) -> None:
-        """Grids ascending from 1; ``misses`` [batches, topics, E + 1], ``distinct`` [batches, topics],
-        ``comeback`` [away, E + 1]: copies beyond the usual that a topic costs when it comes back after ``away`` others.
+        """Take over what was measured; grids ascend from 1.
+
+        Args:
+            batches: sessions in a step.
+            topics: different topics among them.
+            misses: copies of a step, [batches, topics, E + 1].
+            distinct: different experts of a step, [batches, topics].
+            away: topics that ran in between.
+            comeback: copies beyond the usual that a topic costs when it comes back after them, [away, E + 1].
+            coverage: share of a layer's experts that 1, 2, 4, ... tokens of a session need together.
         """
         self.batches, self.topics, self.away = tuple(batches), tuple(topics), tuple(away)
         self.misses, self.distinct, self.comeback = misses, distinct, comeback
+        self.coverage = tuple(coverage)
         self.num_experts = misses.shape[-1] - 1
         self._by_mix: dict[tuple[int, int], list[float]] = {}
 
@@ -165,10 +176,25 @@ class ExpertCurves:
         between: FloatArray = self.comeback[low] * (1 - share) + self.comeback[high] * share
         return between
 
+    def needed_share(self, tokens: int, top_k: int) -> float:
+        """Share of a layer's experts that ``tokens`` tokens of one prompt need; all taken as alike where unknown."""
+        if not self.coverage:
+            return float(1.0 - (1.0 - top_k / self.num_experts) ** tokens)
+        place = min(math.log2(tokens), len(self.coverage) - 1)
+        low = int(place)
+        high = min(low + 1, len(self.coverage) - 1)
+        return self.coverage[low] + (self.coverage[high] - self.coverage[low]) * (place - low)
+
     def scaled(self, factor: float) -> ExpertCurves:
         """The same with all misses times ``factor``: what a wrong curve would say."""
         return ExpertCurves(
-            self.batches, self.topics, self.misses * factor, self.distinct, self.away, self.comeback * factor
+            self.batches,
+            self.topics,
+            self.misses * factor,
+            self.distinct,
+            self.away,
+            self.comeback * factor,
+            self.coverage,
         )
 
     def _interpolated(self, table: FloatArray, batch: int, topics: int) -> FloatArray:
@@ -208,7 +234,8 @@ def replay_curves(model: RoutingModel, max_batch: int = _MAX_BATCH, max_topics: 
             else:
                 misses[b_index, t_index], distinct[b_index, t_index] = _steady(model, batch, num_topics)
     away = _powers_of_two(_MAX_AWAY)
-    return ExpertCurves(batches, topics, misses * scale, distinct * scale, away, _comebacks(model, away) * scale)
+    comebacks = _comebacks(model, away) * scale
+    return ExpertCurves(batches, topics, misses * scale, distinct * scale, away, comebacks, _coverage(model))
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -229,6 +256,18 @@ def _steady(model: RoutingModel, batch: int, num_topics: int) -> tuple[FloatArra
             copies += of_step
             distinct += num
     return copies / counted_steps, distinct / counted_steps
+
+
+def _coverage(model: RoutingModel) -> list[float]:
+    """Share of a layer's experts that the first 1, 2, 4, ... tokens of a session need together."""
+    layers = min(model.layers, model.sampled_layers)
+    rows = _Rows(model, model.preferences(1, layers), np.random.default_rng((model.seed, 6)))
+    is_needed, shares = np.zeros((layers, model.experts), dtype=np.bool_), []
+    for token in range(1, 2**_COVERAGE_DOUBLINGS + 1):
+        np.put_along_axis(is_needed, rows.next()[0], True, axis=1)
+        if token & (token - 1) == 0:
+            shares.append(float(is_needed.mean()))
+    return shares
 
 
 def _comebacks(model: RoutingModel, away: Sequence[int]) -> FloatArray:
