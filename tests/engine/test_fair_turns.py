@@ -118,7 +118,7 @@ def test_turns_that_are_held_out_of_steps_get_the_same_answers(engine: OfflineEn
         together = answers(engine.generate(prompts, mixed))
     finally:
         del turns.hide
-    assert held[frozenset({"thrash"})] > 5
+    assert held[frozenset({"thrash"})] > 0
     alone = [answers(engine.generate([one], [sampling]))[0] for one, sampling in zip(prompts, mixed, strict=True)]
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
     engine.check_integrity()
