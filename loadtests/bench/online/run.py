@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -48,6 +49,8 @@ def run_online(
     config: OnlineConfig, directory: Path, *, say: Callable[[str], None], on_rows: Callable[[list[Row]], None]
 ) -> list[Row]:
     """Every way to divide the budget, one after the other on one service; a way that fails is a row with its error."""
+    # A run that is ended stops its service in order: Ray and Valkey would outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     write_tiny_model(directory / "model", MODEL)
     trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
     with checked_start(of_service), Service(of_service) as service:
