@@ -23,6 +23,7 @@ from wisp_core.pager.initial_cap import initial_cap
 from wisp_core.pager.interface import ForwardInfo, ForwardObserver
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.link import Link
+from wisp_core.pager.paged_layers import PagedLayers
 from wisp_core.pager.slot_table import SlotTable
 from wisp_core.pager.time_share import TimeShare
 from wisp_core.settings import WispSettings
@@ -54,7 +55,7 @@ class _Layer:
         self.union_curve = UnionCurve(MAX_UNION_ROWS, memory_s)
 
 
-class Pager:
+class Pager(PagedLayers[_Layer]):
     """Keeps ``cap`` experts of every layer in slots and copies the missing ones in when they are routed to.
 
     The host decides, so this is for the CPU engine; on a GPU it is `wisp_core.pager.device.device_pager.DevicePager`.
@@ -72,6 +73,7 @@ class Pager:
     ) -> None:
         """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
         self.host_memory = host_memory if host_memory is not None else PageableMemory()
+        super().__init__()
         self.num_experts = num_experts
         self.top_k = top_k
         self.observer: ForwardObserver | None = None
@@ -79,7 +81,6 @@ class Pager:
         self._backing = backing
         self._memory_s = settings.window_s
         self._link = Link(settings.emulated_link_bytes_per_s)
-        self._layers: list[_Layer | None] = []
         self._decode = ForwardCounter(0)
         self._prefill = ForwardCounter(0)
         self._forward: ForwardInfo | None = None
@@ -91,9 +92,9 @@ class Pager:
 
     def add_layer(self) -> int:
         """Announce one layer, in the order of the forward; returns its index."""
-        self._layers.append(None)
+        index = super().add_layer()
         self.reset_statistics()
-        return len(self._layers) - 1
+        return index
 
     def page_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take over the host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
@@ -101,10 +102,9 @@ class Pager:
         Raises UnsupportedModelError when its experts differ in size from the other layers', MemoryError when the
         slots cannot be backed.
         """
-        if self._layers[index] is not None:
-            raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
+        self._refuse_twice(index)
         layer = _Layer(f"experts-{index}", tensors, self.cap, self._backing, self._memory_s)
-        other = next((known for known in self._layers if known is not None), layer)
+        other = next(iter(self._loaded()), layer)
         if (other.expert_bytes, other.table.num_experts) != (layer.expert_bytes, layer.table.num_experts):
             raise UnsupportedModelError(
                 f"layer {index} has {layer.table.num_experts} experts of {layer.expert_bytes} bytes, another layer "
@@ -112,21 +112,6 @@ class Pager:
             )
         self._layers[index] = layer
         return layer.slots.tensors
-
-    @property
-    def num_layers(self) -> int:
-        """Paged layers."""
-        return len(self._layers)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every announced layer is paged."""
-        return bool(self._layers) and all(layer is not None for layer in self._layers)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes copied for one missed expert of one layer, all its parameters."""
-        return self._layer(0).expert_bytes
 
     # -- the forward ------------------------------------------------------------------------------------------------
 
@@ -170,7 +155,7 @@ class Pager:
             output, num_copies = self._run_in_slots(layer, topk_ids, ids, apply)
         if self._forward is not None:
             self._count(index, ids[: self._forward.num_tokens], was_resident, num_copies, self._forward)
-        if index == len(self._layers) - 1:
+        if index == self.num_layers - 1:
             self._end_forward()
         return output
 
@@ -184,35 +169,24 @@ class Pager:
         """
         if not self.top_k <= cap <= self.num_experts:
             raise ConfigurationError(f"cap {cap} is outside {self.top_k} (top-k) .. {self.num_experts} (experts)")
-        layers = [self._layer(index) for index in range(len(self._layers))]
         if cap > self.cap:
-            self._back(layers, cap)
-        for layer in layers:
+            self._back(cap)
+        for layer in self._all_layers():
             layer.slots.move(layer.table.set_cap(cap))
             layer.slots.release(self.cap, cap)
         self.cap = cap
 
-    def experts_bytes_by_cap(self) -> tuple[int, ...]:
-        """Index C: bytes of all layers' slots at cap C, whole pages; length E + 1."""
-        layers = [self._layer(index) for index in range(len(self._layers))]
-        return tuple(sum(layer.slots.bytes_at(cap) for layer in layers) for cap in range(self.num_experts + 1))
-
-    def resident_bytes(self) -> int:
-        """Bytes of the slots' regions that really occupy memory, as the system counts them."""
-        return sum(layer.slots.region.resident_bytes() for layer in self._layers if layer is not None)
-
     def resident(self) -> tuple[tuple[int, ...], ...]:
         """Per layer: ids of the experts in slots, ascending."""
-        return tuple(self._layer(index).table.resident() for index in range(len(self._layers)))
+        return tuple(layer.table.resident() for layer in self._all_layers())
 
     def tables(self) -> list[SlotTable]:
         """The slot table of each layer, for audits between forwards: copy before planning with them."""
-        return [self._layer(index).table for index in range(len(self._layers))]
+        return [layer.table for layer in self._all_layers()]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""
-        for index in range(len(self._layers)):
-            layer = self._layer(index)
+        for index, layer in enumerate(self._all_layers()):
             layer.table.check_integrity()
             held, due = layer.slots.region.resident_bytes(), layer.slots.bytes_at(self.cap)
             if layer.table.cap != self.cap or held != due:
@@ -239,15 +213,15 @@ class Pager:
 
     def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
-        return self._expected_misses([layer.decode_curve for layer in self._layers if layer is not None])
+        return self._expected_misses([layer.decode_curve for layer in self._loaded()])
 
     def prefill_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: the same per prefill step."""
-        return self._expected_misses([layer.prefill_curve for layer in self._layers if layer is not None])
+        return self._expected_misses([layer.prefill_curve for layer in self._loaded()])
 
     def decode_union_by_batch(self) -> tuple[float, ...]:
         """Index b: distinct experts of one layer that b decode rows need together, mean over layers."""
-        sizes = [layer.union_curve.sizes() for layer in self._layers if layer is not None]
+        sizes = [layer.union_curve.sizes() for layer in self._loaded()]
         if not sizes or not all(sizes):
             return ()
         length = min(map(len, sizes))
@@ -259,21 +233,14 @@ class Pager:
 
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
-        self._decode = ForwardCounter(len(self._layers))
-        self._prefill = ForwardCounter(len(self._layers))
-        for layer in self._layers:
-            if layer is not None:
-                layer.decode_curve.reset()
-                layer.prefill_curve.reset()
-                layer.union_curve.reset()
+        self._decode = ForwardCounter(self.num_layers)
+        self._prefill = ForwardCounter(self.num_layers)
+        for layer in self._loaded():
+            layer.decode_curve.reset()
+            layer.prefill_curve.reset()
+            layer.union_curve.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _layer(self, index: int) -> _Layer:
-        layer = self._layers[index]
-        if layer is None:
-            raise RuntimeError(f"the experts of layer {index} are not loaded yet")
-        return layer
 
     def _run_in_slots(
         self,
@@ -351,18 +318,6 @@ class Pager:
         seconds = time.perf_counter() - self._forward_start_s
         self._observing.earn(seconds)
         counter.add(self._forward.num_tokens, seconds, link_s)
-
-    def _back(self, layers: list[_Layer], cap: int) -> None:
-        """Give every layer the pages for ``cap``, or none."""
-        done: list[_Layer] = []
-        try:
-            for layer in layers:
-                layer.slots.back(self.cap, cap)
-                done.append(layer)
-        except MemoryError:
-            for layer in done:
-                layer.slots.release(cap, self.cap)
-            raise
 
     def _expected_misses(self, curves: list[MissCurve]) -> tuple[float, ...]:
         expected = [curve.expected() for curve in curves]

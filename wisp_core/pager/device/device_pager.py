@@ -33,6 +33,7 @@ from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
 from wisp_core.pager.interface import ForwardInfo, ForwardObserver
 from wisp_core.pager.layer_slots import LayerSlots
+from wisp_core.pager.paged_layers import PagedLayers
 from wisp_core.settings import WispSettings
 
 _MOVE_PROGRAMS = 132
@@ -46,6 +47,7 @@ class _Layer:
         self.store = HostStore(tensors)
         self.slots = LayerSlots(name, self.store, backing, is_host_in_reach=True)
         self.slots.back(0, cap)
+        self.expert_bytes = self.store.expert_bytes
         self.state: LayerState
         self.gather_all: Gather
         self.gather_first: Gather  # what the first product reads
@@ -67,7 +69,7 @@ class _Layer:
         return Gather([self.store.tensor(name) for name in names], [self.slots.tensors[name] for name in names], device)
 
 
-class DevicePager:
+class DevicePager(PagedLayers[_Layer]):
     """Keeps ``cap`` experts of every layer in slots. `wisp_core.pager.interface.ExpertPager` says what the rest asks.
 
     ``backing`` and ``host_memory`` are kept for their owners: the one lends pages to the KV cache too, the other must
@@ -87,6 +89,7 @@ class DevicePager:
         host_memory: HostMemory | None = None,
     ) -> None:
         """Raises ConfigurationError for a cap outside top-k..E, naming the setting."""
+        super().__init__()
         self.num_experts = num_experts
         self.top_k = top_k
         self.cap = initial_cap(settings, num_experts, top_k)
@@ -97,7 +100,6 @@ class DevicePager:
         self.host_memory: HostMemory = host_memory if host_memory is not None else PageableMemory()
         self.clock = StepClock()
         self.link_bytes_per_s: float | None = None  # measured once all layers are there
-        self._layers: list[_Layer | None] = []
         self._state: DeviceState | None = None
         self._is_told = False
         self._is_prefill = False
@@ -116,21 +118,15 @@ class DevicePager:
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def add_layer(self) -> int:
-        """Announce one layer, in the order of the forward; returns its index."""
-        self._layers.append(None)
-        return len(self._layers) - 1
-
     def page_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take over the page-locked host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
 
         Raises UnsupportedModelError when its experts differ from the other layers' or lie badly, MemoryError when the
         slots cannot be backed.
         """
-        if self._layers[index] is not None:
-            raise UnsupportedModelError(f"layer {index} is paged already; loading weights again is not supported")
+        self._refuse_twice(index)
         layer = _Layer(f"experts-{index}", tensors, self.cap, self.backing)
-        other = next((known for known in self._layers if known is not None), layer)
+        other = next(iter(self._loaded()), layer)
         if other.store.shapes != layer.store.shapes:
             raise UnsupportedModelError(
                 f"layer {index} has experts {layer.store.shapes}, another layer {other.store.shapes}: layers must be "
@@ -140,21 +136,6 @@ class DevicePager:
         if self.is_ready:
             self._attach()
         return layer.slots.tensors
-
-    @property
-    def num_layers(self) -> int:
-        """Paged layers."""
-        return len(self._layers)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every announced layer is paged."""
-        return bool(self._layers) and all(layer is not None for layer in self._layers)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes copied for one missed expert of one layer, all its parameters."""
-        return self._layer(0).store.expert_bytes
 
     @property
     def stores(self) -> list[HostStore]:
@@ -252,7 +233,7 @@ class DevicePager:
             raise ConfigurationError(f"cap {cap} is outside {self.smallest_cap} (min_cap) .. {self.num_experts}")
         layers = self._all_layers()
         if cap > self.cap:
-            self._back(layers, cap)
+            self._back(cap)
         set_cap(self._device_state, cap)
         if cap < self.cap:
             for layer in layers:
@@ -260,15 +241,6 @@ class DevicePager:
             for layer in layers:
                 layer.slots.release(self.cap, cap)
         self.cap = cap
-
-    def experts_bytes_by_cap(self) -> tuple[int, ...]:
-        """Index C: bytes of all layers' slots at cap C, whole pages; length E + 1."""
-        layers = self._all_layers()
-        return tuple(sum(layer.slots.bytes_at(cap) for layer in layers) for cap in range(self.num_experts + 1))
-
-    def resident_bytes(self) -> int:
-        """Bytes of the slots' pages."""
-        return sum(layer.slots.region.resident_bytes() for layer in self._layers if layer is not None)
 
     def resident(self) -> tuple[tuple[int, ...], ...]:
         """Per layer: ids of the experts in slots, ascending. Waits for the device."""
@@ -345,7 +317,7 @@ class DevicePager:
         return self._state
 
     def _attach(self) -> None:
-        self._state = DeviceState(len(self._layers), self.num_experts, self.cap, self.device)
+        self._state = DeviceState(self.num_layers, self.num_experts, self.cap, self.device)
         self._sums = DeviceSums(self._state)
         for index, layer in enumerate(self._all_layers()):
             layer.attach(self._state.layer(index), self.device)
@@ -356,27 +328,6 @@ class DevicePager:
             self._side_stream = torch.cuda.Stream(self.device)
             self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)
             self.link_bytes_per_s = self.staging.measure_link()
-
-    def _layer(self, index: int) -> _Layer:
-        layer = self._layers[index]
-        if layer is None:
-            raise RuntimeError(f"the experts of layer {index} are not loaded yet")
-        return layer
-
-    def _all_layers(self) -> list[_Layer]:
-        return [self._layer(index) for index in range(len(self._layers))]
-
-    def _back(self, layers: list[_Layer], cap: int) -> None:
-        """Give every layer the pages for ``cap``, or none."""
-        done: list[_Layer] = []
-        try:
-            for layer in layers:
-                layer.slots.back(self.cap, cap)
-                done.append(layer)
-        except MemoryError:
-            for layer in done:
-                layer.slots.release(cap, self.cap)
-            raise
 
     def _counts(self, path: Path) -> PagerCounts:
         counts = self._sums.read().total(path)
