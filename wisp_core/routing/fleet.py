@@ -48,7 +48,7 @@ class Fleet:
         self._outside = np.zeros((0, _FIRST_CAPACITY), dtype=np.float32)
         self._least_kept = np.zeros((_FIRST_CAPACITY, 0), dtype=np.float32)
         self._load: Load | None = None
-        self._means: dict[str, float] = {}
+        self._known: dict[str, Column] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,14 +65,15 @@ class Fleet:
     def load(self) -> Load:
         """What a turn costs on each replica."""
         if self._load is None:
-            self._means = self._mean_figures()
-            self._load = load_of(self._filled(slice(0, len(self.ids))), self.weights)
+            self._known = self._filled()
+            self._load = load_of(self._known, self.weights)
         return self._load
 
     def load_without(self, at: int, sessions: float) -> Load:
         """The same on one replica, if that many of its sessions were not there."""
         _ = self.load
-        return load_of(self._filled(slice(at, at + 1)), self.weights, absent_sessions=sessions)
+        one = {name: column[at : at + 1] for name, column in self._known.items()}
+        return load_of(one, self.weights, absent_sessions=sessions)
 
     @property
     def hashes(self) -> npt.NDArray[np.uint64]:
@@ -151,7 +152,7 @@ class Fleet:
     def _renew_load(self, at: int) -> None:
         """Derive one replica's load again: of a thousand, one changes with each turn."""
         if self._load is not None:
-            renewed = load_of(self._filled(slice(at, at + 1)), self.weights)
+            renewed = self.load_without(at, 0.0)
             for name in _LOADS:
                 getattr(self._load, name)[at] = getattr(renewed, name)[0]
 
@@ -167,10 +168,11 @@ class Fleet:
             means[name] = float(values.mean()) if len(values) else means[name]
         return means
 
-    def _filled(self, part: slice) -> dict[str, Column]:
-        columns = {name: self._figures[row, part] for name, row in _ROWS.items()}
+    def _filled(self) -> dict[str, Column]:
+        """All columns; what is measured somewhere is in every row of its column."""
+        columns = {name: self.column(name) for name in _NAMES}
         unknown = columns["is_known"] == 0
-        for name, mean in self._means.items():
+        for name, mean in self._mean_figures().items():
             columns[name] = np.where(unknown | np.isnan(columns[name]), mean, columns[name])
         return columns
 

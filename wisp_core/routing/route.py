@@ -10,7 +10,7 @@ from wisp_core.routing.filter import Mask, eligible, known
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.hashing import hash_fractions
 from wisp_core.routing.pick import first, pick_by_score
-from wisp_core.routing.score import costs, costs_at_home, experts_s, output_tokens, put_costs, with_one
+from wisp_core.routing.score import costs, costs_at_home, experts_s, output_tokens
 from wisp_core.routing.shortlist import shortlist, sketched_experts_s
 from wisp_core.routing.views import RoutingDecision, RoutingRequest
 
@@ -59,16 +59,16 @@ def _by_hash(request: RoutingRequest, fleet: Fleet, candidates: Mask, home: int 
 def _by_score(request: RoutingRequest, fleet: Fleet, candidates: Mask, home: int | None) -> RoutingDecision:
     weights, load = fleet.weights, fleet.load
     tokens = output_tokens(request, weights)
-    turns = load.turns
     known_costs = costs(request, load, tokens=tokens, missing_tokens=float(request.prompt_tokens))
-    if home is not None:
-        home_load, home_costs = costs_at_home(request, fleet, home, tokens)
-        turns = with_one(turns, home, home_load.turns)
-        known_costs = put_costs(known_costs, home, home_costs)
     ties = hash_fractions(request.session_key, fleet.hashes)
     total_s = known_costs.total_s + sketched_experts_s(request.uses, fleet, tokens) + weights.tie_s * ties
+    # The home is always among them, so that its own load and costs are needed there only.
     at = shortlist(total_s, candidates, weights.num_scored, home)
-    copies_s = experts_s(request, fleet, at, turns[at], tokens)
+    turns, home_costs = load.turns[at], None
+    if home is not None:
+        home_load, home_costs = costs_at_home(request, fleet, home, tokens)
+        turns = np.where(at == home, home_load.turns, turns)
+    copies_s = experts_s(request, fleet, at, turns, tokens)
     names = [fleet.ids[position] for position in at.tolist()]
-    scores = dict(zip(names, known_costs.at(at).scores(copies_s), strict=True))
+    scores = dict(zip(names, known_costs.at(at, home, home_costs).scores(copies_s), strict=True))
     return pick_by_score(request, scores, dict(zip(names, ties[at].tolist(), strict=True)), weights)

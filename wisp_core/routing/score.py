@@ -16,6 +16,10 @@ _MAX_ROUNDS = 4.0
 """Turns that a turn waits for to end, at most: how many really is not known."""
 
 
+CAUSES = ("decode_s", "recompute_s", "queue_s", "headroom_s", "resize_s")
+"""Fields of `Costs` and of `Score`, in this order."""
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Predicted seconds of one turn by cause, experts apart, each [N]."""
@@ -31,20 +35,18 @@ class Costs:
         """The sum."""
         return self.decode_s + self.recompute_s + self.queue_s + self.headroom_s + self.resize_s
 
-    def at(self, positions: npt.NDArray[np.intp]) -> Costs:
-        """Of some replicas only."""
-        return Costs(
-            self.decode_s[positions],
-            self.recompute_s[positions],
-            self.queue_s[positions],
-            self.headroom_s[positions],
-            self.resize_s[positions],
-        )
+    def at(self, positions: npt.NDArray[np.intp], one: int | None = None, own: Costs | None = None) -> Costs:
+        """Of some replicas only; at the one at position ``one`` those of ``own`` instead."""
+        picked = [getattr(self, cause)[positions] for cause in CAUSES]
+        if own is not None:
+            is_one = positions == one
+            picked = [np.where(is_one, getattr(own, cause), many) for cause, many in zip(CAUSES, picked, strict=True)]
+        return Costs(*picked)
 
     def scores(self, experts_s: Column) -> list[Score]:
         """One for each replica."""
-        causes = (self.decode_s, self.recompute_s, self.queue_s, self.headroom_s, self.resize_s)
-        return [Score(*row) for row in zip(experts_s.tolist(), *(cause.tolist() for cause in causes), strict=True)]
+        causes = [getattr(self, cause).tolist() for cause in CAUSES]
+        return [Score(*row) for row in zip(experts_s.tolist(), *causes, strict=True)]
 
 
 def output_tokens(request: RoutingRequest, weights: RoutingWeights) -> int:
@@ -80,24 +82,6 @@ def costs_at_home(request: RoutingRequest, fleet: Fleet, home: int, tokens: int)
     cached_tokens = float(fleet.column("cached_blocks")[home] * fleet.column("block_tokens")[home])
     missing_tokens = request.prompt_tokens - min(request.prefix_tokens, request.prompt_tokens, cached_tokens)
     return load, costs(request, load, tokens=tokens, missing_tokens=missing_tokens)
-
-
-def with_one(many: Column, at: int, one: Column) -> Column:
-    """``many`` with one value replaced."""
-    replaced = many.copy()
-    replaced[at] = one[0]
-    return replaced
-
-
-def put_costs(many: Costs, at: int, one: Costs) -> Costs:
-    """``many`` with one replica's costs replaced."""
-    return Costs(
-        with_one(many.decode_s, at, one.decode_s),
-        with_one(many.recompute_s, at, one.recompute_s),
-        with_one(many.queue_s, at, one.queue_s),
-        with_one(many.headroom_s, at, one.headroom_s),
-        with_one(many.resize_s, at, one.resize_s),
-    )
 
 
 def experts_s(request: RoutingRequest, fleet: Fleet, at: npt.NDArray[np.intp], turns: Column, tokens: int) -> Column:
