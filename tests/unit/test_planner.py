@@ -82,6 +82,24 @@ def test_time_to_first_token_is_predicted_within_15_percent(row: dict[str, Any])
     assert predicted_s * 1e3 == pytest.approx(row["last_first_token_ms"], rel=0.15)
 
 
+def test_kv_capacity_is_what_a_gpu_engine_had_and_the_rest_is_not_underestimated() -> None:
+    result = json.loads((RESULTS / "budget-h200.json").read_text())
+    config, row = result["config"], result["rows"][0]
+    choice = EngineChoice(
+        max_model_len=config["max_model_len"],
+        max_num_seqs=config["engine"]["engine_args"]["max_num_seqs"],
+        max_num_batched_tokens=config["chunk_tokens"],
+    )
+    pooled_bytes = row["pooled_bytes"]
+    layout = memory_layout(QWEN, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
+    assert row["resizes"]
+    for resize in row["resizes"]:
+        left_bytes = pooled_bytes - layout.experts_bytes_by_cap[resize["cap"]]
+        assert layout.kv_blocks_within(left_bytes) == resize["kv_blocks"]
+    measured_bytes = row["budget_bytes"] - pooled_bytes
+    assert measured_bytes <= other_bytes(QWEN, choice) <= 1.15 * measured_bytes
+
+
 def plan_for(**changes: Any) -> Plan:
     fields: dict[str, Any] = {
         "shape": QWEN,
