@@ -1,0 +1,96 @@
+"""The benchmarks of placement: small runs of what needs no engine, and what their figures add up to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loadtests.placement import coschedule, decisions, live, overhead, simulated
+from loadtests.placement.decisions import DecisionsConfig
+from loadtests.placement.simulated import SimulatedConfig
+from services.config import RouterName
+
+
+def quiet(_: str) -> None:
+    """Progress goes nowhere."""
+
+
+def test_decisions_are_timed_and_compared_with_scoring_everything() -> None:
+    config = DecisionsConfig(
+        num_replicas=12,
+        num_sessions=50,
+        num_layers=3,
+        num_experts=16,
+        top_k=2,
+        cap=4,
+        num_topics=4,
+        decisions=20,
+        regret_samples=20,
+    )
+    rows = decisions.measure(config, quiet)
+    summary = decisions.summarize(rows)
+    assert [row["kind"] for row in rows] == ["unplaced", "placed", "regret"]
+    assert 0 < summary["decision_p50_us"] <= summary["decision_p99_us"]
+    assert 0 <= summary["regret_mean"] <= summary["regret_max"]
+
+
+def test_with_few_replicas_nothing_is_missed() -> None:
+    config = DecisionsConfig(
+        num_replicas=4, num_sessions=50, num_layers=3, num_experts=16, top_k=2, cap=4, num_topics=4, decisions=5
+    )
+    assert decisions.summarize(decisions.measure(config, quiet))["regret_max"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_simulated_topics_gather_and_nothing_else_changes() -> None:
+    config = replace(SimulatedConfig(), num_turns=400, zipf_exponents=(2.0,), seeds=(0,))
+    rows = simulated.measure(config, quiet)
+    summary = simulated.summarize(rows)
+    assert {row["turns"] for row in rows} == {400}
+    assert summary["miss_vs_pow2"] < 0.75
+    assert summary["miss_vs_hash"] < 0.85
+    assert summary["p95_turn_vs_pow2"] < 1.0
+    assert list(summary["by_work"]) == ["topics, zipf 2", "shuffled topics", "equal topics"]
+    assert summary["by_work"]["equal topics"]["mean_turn_vs_pow2"] < 1.15
+
+
+def live_row(router: str, work: str, factor: float) -> dict[str, object]:
+    keys = ("decode_missed_bytes_per_token", "missed_bytes_per_token", "turn_p95_s", "turn_mean_s")
+    return {"router": router, "work": work, "failed_turns": 1, **dict.fromkeys(keys, factor)}
+
+
+def test_live_ratios_are_of_the_same_work() -> None:
+    rows = [
+        live_row(RouterName.WORKING_SET, "topics", 1.0),
+        live_row(RouterName.POWER_OF_TWO, "topics", 2.0),
+        live_row(RouterName.WORKING_SET, "shuffled", 3.0),
+        live_row(RouterName.CONSISTENT_HASH, "shuffled", 4.0),
+    ]
+    summary = live.summarize(rows)
+    assert (summary["miss_vs_pow2"], summary["shuffled_p95_turn_vs_hash"], summary["failed_turns"]) == (0.5, 0.75, 4)
+    assert "miss_vs_hash" not in summary
+
+
+@pytest.mark.parametrize(("service_ms", "is_within"), [(14.9, True), (15.1, False)])
+def test_overhead_may_be_serve_s_own_part_and_one_millisecond(service_ms: float, is_within: bool) -> None:
+    medians = {
+        "direct": 5.0,
+        "direct_stream": 5.0,
+        "service": service_ms,
+        "service_stream": 20.0,
+        "serve_http": 5.0,
+        "serve_handle": 4.0,
+    }
+    summary = overhead.summarize([{"path": path, "p50_ms": value} for path, value in medians.items()])
+    assert summary["limit_ms"] == 10.0
+    assert summary["is_within_limit"] is is_within
+
+
+def test_gated_turns_are_compared_by_cap() -> None:
+    keys = ("makespan_s", "mean_turn_s", "p95_turn_s", "missed_bytes_per_token")
+    rows = [
+        {"cap": cap, "way": way, **dict.fromkeys(keys, value)}
+        for cap, way, value in ((20, "fcfs", 2.0), (20, "gated", 1.0), (32, "fcfs", 4.0), (32, "gated", 3.0))
+    ]
+    summary = coschedule.summarize(rows)
+    assert (summary["cap_20_makespan_s"], summary["cap_32_missed_bytes_per_token"]) == (0.5, 0.75)
