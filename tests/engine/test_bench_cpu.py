@@ -78,13 +78,14 @@ def test_the_machine_is_named(decoded: dict[str, Any]) -> None:
 
 def test_resizes_go_both_ways_with_equal_answers(tmp_path: Path) -> None:
     path = tmp_path / "resize.json"
-    code, line, printed = bench("resize", "--resizes", "2", "--output", str(path))
+    code, line, printed = bench("resize", "--resizes", "2", "--traffic", "3", "--output", str(path))
     assert code == 0, printed
     assert line["are_all_applied"]
     assert line["are_answers_equal"]
     rows = json.loads(path.read_text())["rows"]
-    assert [row["direction"] for row in rows] == ["experts to KV", "KV to experts"]
-    assert all(row["bytes_moved"] >= 8 << 20 for row in rows)
+    assert [row["direction"] for row in rows] == ["experts to KV", "KV to experts", "any, under traffic"]
+    assert all(row["bytes_moved"] >= 8 << 20 for row in rows[:2])
+    assert rows[2]["resizes_applied"] == 3
 
 
 def test_what_the_pager_does_not_offer_is_refused() -> None:
