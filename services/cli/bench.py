@@ -35,6 +35,24 @@ def prefill(context: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_ON)
+def latency(context: typer.Context) -> None:
+    """`decode` and `prefill` with one engine for each mode."""
+    run_package("latency", context.args)
+
+
+@app.command(context_settings=PASS_ON)
+def budget(context: typer.Context) -> None:
+    """Peak of GPU memory by the driver while another process holds the rest of the card."""
+    run_package("budget", context.args)
+
+
+@app.command(context_settings=PASS_ON)
+def identity(context: typer.Context) -> None:
+    """Tokens and log-probabilities of paged engines against resident ones, on a GPU."""
+    run_package("identity", context.args)
+
+
+@app.command(context_settings=PASS_ON)
 def resize(context: typer.Context) -> None:
     """Pause of the engine while memory moves between experts and KV."""
     run_package("resize", context.args)
