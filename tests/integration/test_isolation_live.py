@@ -21,7 +21,8 @@ from loadtests.service.malformed import send_all
 from loadtests.service.streams import StreamsConfig, hold
 from wisp_core.model.tiny_tokenizer import topic_words
 
-SECRET_WORDS = " ".join(topic_words(3)[:70])
+SECRET_WORDS = " ".join(reversed(topic_words(3)[:70]))
+"""A prompt that no other test of the service begins like."""
 
 
 @pytest.fixture
@@ -45,10 +46,9 @@ def cached_tokens(service: LiveService, tenant: str, session: str, **headers: st
 def test_no_tenant_finds_out_by_the_cache_what_another_has_asked(service: LiveService) -> None:
     assert cached_tokens(service, "acme", "one") == 0
     assert cached_tokens(service, "acme", "one") > 0
-    for headers in ({}, {"x-cache-salt": "acme"}):
-        for session in ("one", "two", "three"):
-            assert cached_tokens(service, "other", session, **headers) == 0, "the first time, wherever it runs"
-            headers = {**headers, "x-cache-salt": f"{headers.get('x-cache-salt', '')}{session}"}
+    # The first time in each cache of its own, on whichever replica: nothing of what acme has asked.
+    for salt in ("acme", "", "1", "2"):
+        assert cached_tokens(service, "other", f"session-{salt}", **{"x-cache-salt": salt}) == 0
 
 
 def test_what_vllm_and_the_inside_offer_is_not_there(service: LiveService) -> None:
