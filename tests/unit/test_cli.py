@@ -1,6 +1,7 @@
 """The command line: errors an operator can fix are one message; secrets are private; settings reach their process."""
 
 import json
+import logging
 import socket
 import stat
 import subprocess
@@ -68,7 +69,11 @@ def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_key_file_that_others_can_read_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_file_that_others_can_read_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What other tests import may have switched off every logger that existed then.
+    monkeypatch.setattr(logging.getLogger("services.secret_files"), "disabled", False)
     path = tmp_path / "acme.key"
     path.write_text("sk-acme\n")
     path.chmod(0o644)
