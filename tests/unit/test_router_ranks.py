@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.ingress import router as router_module
 from services.ingress.placement import PlacementDirectory, RouterConfig
-from services.ingress.router import WispRouter
+from services.ingress.router import DECISION_AGE_S, WispRouter
 from wisp_core.routing.hashing import hash_order
 from wisp_core.store.memory_store import MemoryStore
 
@@ -70,14 +69,13 @@ async def test_a_turn_that_waits_is_decided_once_and_then_sees_everybody(router:
     assert router._directory.decisions == 1  # type: ignore[union-attr]
 
 
-async def test_a_decision_is_made_anew_when_it_is_old_or_its_turn_has_started(
-    router: WispRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decision_is_made_anew_when_it_is_old_or_its_turn_has_started(router: WispRouter) -> None:
     directory = router._directory
     assert isinstance(directory, CountingDirectory)
     request = pending()
     await router.choose_replicas(REPLICAS, request)
-    monkeypatch.setattr(router_module, "DECISION_AGE_S", 0.0)
+    made_at_s, order = router._orders["request-0"]
+    router._orders["request-0"] = (made_at_s - DECISION_AGE_S, order)
     await router.choose_replicas(REPLICAS, request)
     assert directory.decisions == 2
     router.on_request_routed(request, REPLICAS[0].replica_id, None)
