@@ -31,7 +31,7 @@ class Connection:
             **options,
         )
         self.round_trips = 0
-        """Exchanges with the server since the start: a pipeline or a script is one, reading a list and its values too."""
+        """Exchanges with the server since the start: a pipeline or a script is one, reading a list takes its own."""
         self._breaker = CircuitBreaker()
         self._scripts: dict[str, Any] = {}
 
