@@ -31,7 +31,7 @@ class Connection:
             **options,
         )
         self.round_trips = 0
-        """Exchanges with the server since the start: a pipeline or a script is one, reading a list takes its own."""
+        """Exchanges with the server since the start: a pipeline, a script and a list with its values are one each."""
         self._breaker = CircuitBreaker()
         self._scripts: dict[str, Any] = {}
 
