@@ -365,7 +365,7 @@ def pager_overhead(output: Output = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: an error that the operator can fix is one message, not a traceback."""
     try:
-        app(arguments)
+        app(arguments, prog_name="wisp bench")
     except WispError as error:
         typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
         sys.exit(2)

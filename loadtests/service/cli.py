@@ -99,7 +99,7 @@ def main() -> None:
     # As Ctrl-C does: the service that was started is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        app(prog_name="wisp bench")
     except WispError as error:
         typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
         sys.exit(2)

@@ -146,7 +146,7 @@ def measure_scale(output: Output = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: an error that the operator can fix is one message, not a traceback."""
     try:
-        app(arguments)
+        app(arguments, prog_name="wisp simulate")
     except WispError as error:
         typer.secho(f"wisp simulate: {error}", err=True, fg=typer.colors.RED)
         sys.exit(2)
