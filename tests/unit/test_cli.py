@@ -72,8 +72,11 @@ def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
 def test_a_key_file_that_others_can_read_is_closed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What other tests import may have switched off every logger that existed then.
-    monkeypatch.setattr(logging.getLogger("services.secret_files"), "disabled", False)
+    # Of its own: what other tests import may have switched off the loggers that existed then, or set their levels.
+    caplog.set_level(logging.WARNING)
+    logger = logging.Logger("own")
+    logger.addHandler(caplog.handler)
+    monkeypatch.setattr("services.secret_files.logger", logger)
     path = tmp_path / "acme.key"
     path.write_text("sk-acme\n")
     path.chmod(0o644)
