@@ -119,8 +119,21 @@ def snapshot(replica_id: str, turns: int) -> ReplicaSnapshot:
     )
 
 
+async def know_all_replicas(app: DeploymentHandle) -> None:
+    """Serve tells a new handle its replicas one after the other; a session placed before that stays where it is."""
+    seen: set[str] = set()
+    for number in range(200):
+        seen |= set(await homes(app, [f"t/u/first{number}"]))
+        if len(seen) == NUM_REPLICAS:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"only {len(seen)} replicas were ever chosen")
+
+
 async def test_sessions_stay_and_spread(app: DeploymentHandle, store: RedisStore) -> None:
-    keys = [f"t/u/stay{i}" for i in range(12)]
+    await know_all_replicas(app)
+    # So many that all replicas are some session's first choice, but for one run in five thousand.
+    keys = [f"t/u/stay{i}" for i in range(24)]
     first = await homes(app, keys)
     assert len(set(first)) == NUM_REPLICAS
     for _ in range(3):
