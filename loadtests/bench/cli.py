@@ -13,9 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from loadtests.bench import configs, plan, report, summary
+from loadtests.bench import configs, options, plan, report, summary
 from loadtests.bench import prefetch as prefetching
-from loadtests.bench.modes import Mode
 from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError, WispError
@@ -105,11 +104,11 @@ def decode(
     config = configs.decode_h200() if configs.is_gpu_machine() else configs.decode_cpu()
     changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing, host_memory_gb)}
     if cap is not None:
-        changes["fractions"] = _floats(cap)
+        changes["fractions"] = options.floats(cap)
     if batch is not None:
-        changes["batches"] = _integers(batch)
+        changes["batches"] = options.integers(batch)
     if baselines is not None:
-        changes["baselines"] = _baselines(baselines)
+        changes["baselines"] = options.baselines(baselines)
     if timed_tokens is not None:
         changes["timed_tokens"] = timed_tokens
     config = dataclasses.replace(config, **changes)
@@ -136,10 +135,10 @@ def prefill(
     if cap is not None:
         changes["fraction"] = cap
     if modes is not None:
-        changes["modes"] = tuple(_mode(name) for name in modes.split(","))
+        changes["modes"] = options.modes(modes)
     for name, text in (("batches", batch), ("prompt_tokens", prompt_tokens), ("chunk_tokens", chunk_tokens)):
         if text is not None:
-            changes[name] = _integers(text)
+            changes[name] = options.integers(text)
     config = dataclasses.replace(config, **changes)
     _run(config, plan.prefill_jobs, summary.prefill_summary, _PREFILL_COLUMNS, output, log_dir, deadline_s)
 
@@ -162,14 +161,14 @@ def latency(
     engine = _engine(decode_config.engine, model, "trace", host_memory_gb)
     changes: dict[str, Any] = {"engine": engine}
     if cap is not None:
-        changes["fractions"] = _floats(cap)
+        changes["fractions"] = options.floats(cap)
     if baselines is not None:
-        changes["baselines"] = _baselines(baselines)
+        changes["baselines"] = options.baselines(baselines)
     decode_config = dataclasses.replace(decode_config, **changes)
     engine = _engine(prefill_config.engine, model, "trace", host_memory_gb)
     prefill_config = dataclasses.replace(prefill_config, engine=engine)
     if prompts is not None:
-        prefill_config = dataclasses.replace(prefill_config, modes=tuple(_mode(name) for name in prompts.split(",")))
+        prefill_config = dataclasses.replace(prefill_config, modes=options.modes(prompts))
     parts = (
         (decode_config, summary.decode_summary, _DECODE_COLUMNS),
         (prefill_config, summary.prefill_summary, _PREFILL_COLUMNS),
@@ -214,7 +213,9 @@ def budget(
     config = configs.budget_h200()
     config = dataclasses.replace(config, engine=_engine(config.engine, model, "real", host_memory_gb))
     if vram_budget_gb is not None:
-        config = dataclasses.replace(config, budgets_bytes=tuple(int(gb * 1e9) for gb in _floats(vram_budget_gb)))
+        config = dataclasses.replace(
+            config, budgets_bytes=tuple(int(gb * 1e9) for gb in options.floats(vram_budget_gb))
+        )
     _run(config, plan.budget_jobs, summary.budget_summary, _BUDGET_COLUMNS, output, log_dir, deadline_s)
 
 
@@ -281,7 +282,7 @@ def prefetch(
     changes: dict[str, Any] = {"engine": _engine(config.engine, model, "trace", host_memory_gb)}
     for name, text in (("caps", caps), ("batches", batch), ("guesses", guesses)):
         if text is not None:
-            changes[name] = _integers(text)
+            changes[name] = options.integers(text)
     config = dataclasses.replace(config, **changes)
     with tempfile.TemporaryDirectory() as scratch:
         concurrency = prefetching.concurrency_by_cap(config, plan.find_model(config.engine.model, Path(scratch)))
@@ -313,9 +314,9 @@ def online(
 
     config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, agents_scale=agents_scale, seed=seed)
     if caps is not None:
-        config = dataclasses.replace(config, caps=() if caps == "none" else _integers(caps))
+        config = dataclasses.replace(config, caps=() if caps == "none" else options.integers(caps))
     path = (output or report.result_path(config.name, "cpu")).resolve()
-    command = "wisp bench " + shlex.join(sys.argv[1:])
+    command = _command()
 
     def measured(rows: list[report.Row]) -> Measured:
         return Measured(rows=rows, hardware=hardware(), versions=versions())
@@ -411,34 +412,3 @@ def _engine(
         raise ConfigurationError(f"--routing {routing}: it is 'trace' or 'real'")
     wisp = config.wisp if host_memory_gb is None else config.wisp | {"host_memory_bytes": int(host_memory_gb * 1e9)}
     return dataclasses.replace(config, model=model or config.model, routing=routing, wisp=wisp)
-
-
-def _mode(name: str) -> Mode:
-    try:
-        return Mode(name)
-    except ValueError:
-        raise ConfigurationError(f"no mode {name!r}: it is one of {', '.join(Mode)}") from None
-
-
-def _baselines(text: str) -> tuple[tuple[Mode, float], ...]:
-    if text == "none":
-        return ()
-    pairs = (item.split(":") for item in text.split(","))
-    try:
-        return tuple((_mode(mode), float(share)) for mode, share in pairs)
-    except ValueError as error:
-        raise ConfigurationError(f"--baselines {text}: write mode:share,mode:share ({error})") from error
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(item) for item in text.split(","))
-    except ValueError as error:
-        raise ConfigurationError(f"{text!r} is no list of numbers: {error}") from error
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(item) for item in text.split(","))
-    except ValueError as error:
-        raise ConfigurationError(f"{text!r} is no list of whole numbers: {error}") from error
