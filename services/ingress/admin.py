@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,8 @@ from wisp_core.store.interface import TenantStore
 
 MAX_KEYS = 8
 """Keys that one tenant may have at once."""
+MAX_TRIES = 20
+"""Of a change that others are faster with, each time."""
 
 
 class TenantLimits(BaseModel):
@@ -91,32 +93,33 @@ class TenantAdmin:
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
             key = _new_key()
             tenant = TenantSpec(key_sha256=(_sha256(key),), **{**DEFAULTS, **new.model_dump(exclude_none=True)})
-            await self._write(tenant)
+            if not await self._store.write_tenant(tenant):
+                raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
+            await self._directory.refresh()
         return {**show(tenant), "key": key}
 
     async def limit(self, tenant_id: str, limits: TenantLimits) -> dict[str, Any]:
         """Other limits; of a tenant that the file declares until the service starts again."""
         async with self._lock:
-            tenant = (await self._get(tenant_id)).model_copy(update=limits.model_dump(exclude_none=True))
-            await self._write(tenant)
-        return show(tenant)
+            return show(await self._change(tenant_id, lambda _: limits.model_dump(exclude_none=True)))
 
     async def rotate(self, tenant_id: str, rotation: Rotation) -> dict[str, Any]:
         """A new key. The old ones end, or with ``keep_old`` go on until the next rotation without it."""
-        async with self._lock:
-            tenant = await self._get(tenant_id)
-            key_file = self._key_files.get(tenant_id)
-            if tenant.is_from_file and key_file is None:
-                raise _conflict("The service's file holds only the hash of this tenant's key: change it there.")
-            key = _new_key()
-            kept = tenant.key_sha256[: MAX_KEYS - 1] if rotation.keep_old else ()
+        key = _new_key()
+        key_file = self._key_files.get(tenant_id)
+
+        def with_new_key(tenant: TenantSpec) -> dict[str, Any]:
             if key_file is not None:
-                try:  # First: a service that starts again reads the key from there.
-                    await asyncio.to_thread(replace_secret, key_file, key)
-                except ConfigurationError as error:
-                    raise ApiError(500, "The tenant's key file cannot be written.", kind="server_error") from error
-            tenant = tenant.model_copy(update={"key_sha256": (_sha256(key), *kept)})
-            await self._write(tenant)
+                # Before the store has it: a service that starts again reads the key from there. And with every try:
+                # whoever rotates last has the file too.
+                _write_key_file(key_file, key)
+            elif tenant.is_from_file:
+                raise _conflict("The service's file holds only the hash of this tenant's key: change it there.")
+            kept = tenant.key_sha256[: MAX_KEYS - 1] if rotation.keep_old else ()
+            return {"key_sha256": (_sha256(key), *kept)}
+
+        async with self._lock:
+            tenant = await self._change(tenant_id, with_new_key)
         return {**show(tenant), "key": key}
 
     async def remove(self, tenant_id: str) -> None:
@@ -127,9 +130,16 @@ class TenantAdmin:
             await self._store.delete_tenant(tenant_id)
             await self._directory.refresh()
 
-    async def _write(self, tenant: TenantSpec) -> None:
-        await self._store.write_tenant(tenant.model_copy(update={"at_s": time.time()}))
-        await self._directory.refresh()
+    async def _change(self, tenant_id: str, edit: Callable[[TenantSpec], dict[str, Any]]) -> TenantSpec:
+        """Read, edit and write, from the beginning whenever another ingress was faster."""
+        for _ in range(MAX_TRIES):
+            tenant = await self._get(tenant_id)
+            update = await asyncio.to_thread(edit, tenant)
+            changed = tenant.model_copy(update={**update, "at_s": time.time()})
+            if await self._store.write_tenant(changed, replaces=tenant):
+                await self._directory.refresh()
+                return changed
+        raise _conflict("Others keep changing this tenant. Please retry.")
 
     async def _find(self, tenant_id: str) -> TenantSpec | None:
         return next((one for one in await self._store.list_tenants() if one.tenant_id == tenant_id), None)
@@ -149,6 +159,13 @@ def show(tenant: TenantSpec) -> dict[str, Any]:
 
 def _conflict(message: str) -> ApiError:
     return ApiError(409, message, code="conflict")
+
+
+def _write_key_file(path: Path, key: str) -> None:
+    try:
+        replace_secret(path, key)
+    except ConfigurationError as error:
+        raise ApiError(500, "The tenant's key file cannot be written.", kind="server_error") from error
 
 
 def _new_key() -> str:

@@ -105,15 +105,13 @@ class TenantDirectory:
 
     async def _read(self) -> list[TenantSpec]:
         # The store outlives the file: a tenant that the file has dropped must not keep its key.
-        tenants = {
-            tenant.tenant_id: tenant
-            for tenant in await self._store.list_tenants()
-            if not tenant.is_from_file or tenant.tenant_id in self._declared
-        }
+        stored = {tenant.tenant_id: tenant for tenant in await self._store.list_tenants()}
+        tenants = {name: tenant for name, tenant in stored.items() if not tenant.is_from_file or name in self._declared}
         if self._is_declared and self._declared <= tenants.keys():
             return list(tenants.values())
         for tenant in self._to_write(tenants):
-            await self._store.write_tenant(tenant)
+            # Whoever was faster, an operator or another ingress, is seen at the next refresh.
+            await self._store.write_tenant(tenant, replaces=stored.get(tenant.tenant_id))
             tenants[tenant.tenant_id] = tenant
         return list(tenants.values())
 

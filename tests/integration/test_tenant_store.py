@@ -14,13 +14,14 @@ from wisp_core.store.redis_store import RedisStore
 
 
 async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
-    await store.write_tenant(tenant("b", "k1", "k2"))
-    await store.write_tenant(tenant("a", "k3"))
+    first = tenant("b", "k1", "k2")
+    assert await store.write_tenant(first)
+    assert await store.write_tenant(tenant("a", "k3"))
     assert [t.tenant_id for t in await store.list_tenants()] == ["a", "b"]
     found = await store.find_tenant_by_key("k2")
     assert found is not None
     assert found.tenant_id == "b"
-    await store.write_tenant(tenant("b", "k4"))
+    assert await store.write_tenant(tenant("b", "k4"), replaces=first)
     assert await store.find_tenant_by_key("k2") is None
     assert await store.find_tenant_by_key("k4") is not None
     assert await store.find_tenant_by_key("k3") is not None
@@ -28,6 +29,20 @@ async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
     await store.delete_tenant("nobody")
     assert await store.find_tenant_by_key("k4") is None
     assert [t.tenant_id for t in await store.list_tenants()] == ["a"]
+
+
+async def test_whoever_writes_a_tenant_must_have_read_what_is_there(store: Store) -> None:
+    first, second = tenant("a", "k1"), tenant("a", "k2")
+    assert not await store.write_tenant(second, replaces=first), "there is nothing to replace"
+    assert await store.write_tenant(first)
+    assert not await store.write_tenant(second), "there is one already"
+    assert await store.write_tenant(second, replaces=first)
+    late = first.model_copy(update={"weight": 2.0, "at_s": time.time()})
+    assert not await store.write_tenant(late, replaces=first)
+    assert await store.list_tenants() == [second]
+    assert await store.find_tenant_by_key("k1") is None
+    await store.delete_tenant("a")
+    assert not await store.write_tenant(late, replaces=second), "what was removed stays so"
 
 
 async def test_requests_per_minute_and_when_to_retry(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import stat
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service, declare
 
+from services.ingress.admin import NewTenant, Rotation, TenantAdmin, TenantLimits
+from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory
-from wisp_core.contracts import Isolation
+from wisp_core.contracts import Isolation, TenantSpec
 from wisp_core.store.memory_store import MemoryStore
 
 TENANTS = "/wisp/tenants"
@@ -86,6 +89,49 @@ async def test_limits_change_while_the_service_runs(service: Service) -> None:
     assert await status_with(service, OTHER_KEY) == 200
 
 
+async def test_what_two_ingresses_change_at_once_is_changed_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.key"
+    path.write_text(KEY)
+    store = RacedStore()
+    declared = [declare("a", KEY), declare("b", "kb")]
+    directories = [TenantDirectory(store, lambda: declared) for _ in range(2)]
+    for directory in directories:
+        await directory.refresh()
+    admins = [TenantAdmin(store, directory, {"a": path, "b": None}) for directory in directories]
+    await asyncio.gather(
+        admins[0].limit("a", TenantLimits(weight=3.0)), admins[1].limit("a", TenantLimits(kv_share=0.5))
+    )
+    changed = (await store.list_tenants())[0]
+    assert (changed.weight, changed.kv_share, store.num_conflicts) == (3.0, 0.5, 1)
+    rotated = await asyncio.gather(*(admin.rotate("a", Rotation(keep_old=True)) for admin in admins))
+    keys = [hashlib.sha256(one["key"].encode()).hexdigest() for one in rotated]
+    # Both keys work, and the file has the one that was written last.
+    assert set(keys) <= set((await store.list_tenants())[0].key_sha256)
+    assert (
+        hashlib.sha256(path.read_text().strip().encode()).hexdigest() == (await store.list_tenants())[0].key_sha256[0]
+    )
+    added = await asyncio.gather(*(admin.add(NewTenant(tenant_id="new")) for admin in admins), return_exceptions=True)
+    assert sorted(isinstance(one, ApiError) for one in added) == [False, True]
+
+
+class RacedStore(MemoryStore):
+    """Two read before either writes, as two processes may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_conflicts = 0
+
+    async def list_tenants(self) -> list[TenantSpec]:
+        tenants = await super().list_tenants()
+        await asyncio.sleep(0.02)
+        return tenants
+
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
+        is_written = await super().write_tenant(tenant, replaces)
+        self.num_conflicts += not is_written
+        return is_written
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -142,7 +188,7 @@ async def test_an_ingress_that_starts_again_keeps_what_an_operator_has_set() -> 
     first = TenantDirectory(store, lambda: [declare("a", "ka")], service_began_s=began_s)
     await first.refresh()
     (stored,) = await store.list_tenants()
-    await store.write_tenant(stored.model_copy(update={"requests_per_minute": 7}))
+    await store.write_tenant(stored.model_copy(update={"requests_per_minute": 7}), replaces=stored)
     again = TenantDirectory(store, lambda: [declare("a", "ka")], service_began_s=began_s)
     await again.refresh()
     assert (await again.authenticate("Bearer ka")).requests_per_minute == 7

@@ -78,7 +78,8 @@ async def test_a_declaration_replaces_what_the_store_had_only_at_start() -> None
     directory = TenantDirectory(store, lambda: [spec("a", "new")])
     await directory.refresh()
     assert await status_of(directory, "Bearer old") == 401
-    await store.write_tenant(spec("a", "rotated"))
+    (declared,) = await store.list_tenants()
+    await store.write_tenant(spec("a", "rotated"), replaces=declared)
     await directory.refresh()
     assert await status_of(directory, "Bearer rotated") == 200
     assert await status_of(directory, "Bearer new") == 401

@@ -159,8 +159,12 @@ class SessionStore(Protocol):
 class TenantStore(Protocol):
     """Tenants, their keys (hashed) and their limits."""
 
-    async def write_tenant(self, tenant: TenantSpec) -> None:
-        """Create or replace a tenant; keys it no longer lists stop working."""
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
+        """Compare and set: store ``tenant`` if what is stored is still what was read as ``replaces``, None for nobody.
+
+        What tells one from another is when it was written, ``at_s``. Keys it no longer lists stop working. False, and
+        nothing is changed, when somebody else was faster.
+        """
         ...
 
     async def delete_tenant(self, tenant_id: str) -> None:

@@ -190,10 +190,14 @@ class MemoryStore:
         newest = sorted(self._usage.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
         return [usage_from_fields(key, fields) for key, fields in newest[: max(0, n)]]
 
-    async def write_tenant(self, tenant: c.TenantSpec) -> None:
+    async def write_tenant(self, tenant: c.TenantSpec, replaces: c.TenantSpec | None = None) -> bool:
         """See Store."""
         await self.ping()
+        stored = self._tenants.get(tenant.tenant_id)
+        if (stored and stored.at_s) != (replaces and replaces.at_s):
+            return False
         self._tenants[tenant.tenant_id] = tenant
+        return True
 
     async def delete_tenant(self, tenant_id: str) -> None:
         """See Store."""

@@ -216,10 +216,12 @@ class RedisStore:
             rows = await pipe.execute()
         return [usage_from_fields(key, row) for key, row in zip(session_keys, rows, strict=True) if row]
 
-    async def write_tenant(self, tenant: c.TenantSpec) -> None:
+    async def write_tenant(self, tenant: c.TenantSpec, replaces: c.TenantSpec | None = None) -> bool:
         """See Store."""
-        args = [tenant.tenant_id, tenant.model_dump_json(), *tenant.key_sha256]
-        await self._connection.run(scripts.WRITE_TENANT, [self._keys.tenants, self._keys.tenant_keys], [*args])
+        expected = "" if replaces is None else repr(replaces.at_s)
+        args = [tenant.tenant_id, expected, tenant.model_dump_json(), *tenant.key_sha256]
+        keys = [self._keys.tenants, self._keys.tenant_keys]
+        return bool(await self._connection.run(scripts.WRITE_TENANT, keys, [*args]))
 
     async def delete_tenant(self, tenant_id: str) -> None:
         """See Store."""

@@ -94,16 +94,20 @@ return 0
 """Give a lease back. KEYS: lease. ARGV: holder. Returns 1 if it was the holder's."""
 
 WRITE_TENANT = """
+local stored = redis.call('HGET', KEYS[1], ARGV[1])
+if stored and (ARGV[2] == '' or cjson.decode(stored).at_s ~= tonumber(ARGV[2])) then return 0 end
+if not stored and ARGV[2] ~= '' then return 0 end
 for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do
   if redis.call('HGET', KEYS[2], key) == ARGV[1] then redis.call('HDEL', KEYS[2], key) end
 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-for i = 3, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], ARGV[1]) end
-return #ARGV - 2
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+for i = 4, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], ARGV[1]) end
+return 1
 """
-"""Create or replace a tenant and its keys.
+"""Create or replace a tenant and its keys, unless somebody else has in between.
 
-KEYS: tenants, tenant keys. ARGV: tenant id, tenant JSON, SHA-256 of each key. Returns the number of keys.
+KEYS: tenants, tenant keys. ARGV: tenant id, ``at_s`` of what is replaced ('' for none), tenant JSON, SHA-256 of each
+key. Returns 1 if stored, 0 if another one, or none, is there.
 """
 
 DELETE_TENANT = """
