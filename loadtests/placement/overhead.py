@@ -92,7 +92,7 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
 @asynccontextmanager
 async def _listening(app: Any) -> AsyncIterator[str]:
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off", interface="asgi3"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  # uvicorn tells it by this flag only
         await asyncio.sleep(0.05)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from services.config import RoutingSettings, Section, ServiceConfig
 from services.ingress.working_sets import WorkingSets
-from wisp_core.contracts import Placement, ReplicaSnapshot
+from wisp_core.contracts import Placement, ReplicaSnapshot, Signature
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.pick import first
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
 MAX_CONFLICTS = 3
-SIGNATURES_PER_REFRESH = 64
-"""Replicas whose use rates are read in one refresh, those read longest ago; a few replicas are all read each time."""
+REPLICAS_PER_REFRESH = 64
+"""Replicas whose snapshots and use rates are read in one refresh, those read longest ago."""
 REPLICAS_AT_ONCE = 16
 """Replicas taken over before turns get their chance again."""
 ValueT = TypeVar("ValueT")
@@ -95,6 +95,14 @@ class _Home:
     version: int | None
 
 
+@dataclass(frozen=True)
+class _Report:
+    """Which report of a replica was read, by the time that it was written, and when."""
+
+    written_at_s: float
+    read_at_s: float
+
+
 def _remember(cache: OrderedDict[str, ValueT], key: str, value: ValueT, limit: int) -> None:
     cache[key] = value
     cache.move_to_end(key)
@@ -114,7 +122,7 @@ class PlacementDirectory:
         self._refresh_s = config.routing.refresh_s
         self._has_read = False
         self._top_k = 1
-        self._rates_read_at_s: dict[str, float] = {}
+        self._reports: dict[str, _Report] = {}
         self._working_sets = WorkingSets(store)
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         self._last_prompt_tokens: OrderedDict[str, int] = OrderedDict()
@@ -194,33 +202,34 @@ class PlacementDirectory:
     async def refresh(self) -> None:
         """Re-read the replicas' snapshots and use rates. Raises StoreUnavailableError."""
         self._has_read = True  # Before the answer: while the store is away, turns do not wait for it.
-        snapshots = await self._store.list_snapshots()
+        reports = await self._store.list_reports()
+        due = self._due(reports)
+        snapshots = await self._store.read_snapshots(due)
+        signatures = await self._store.read_signatures(due)
+        now_s = time.monotonic()
+        self._reports |= {replica_id: _Report(reports[replica_id], now_s) for replica_id in due}
         for number, snapshot in enumerate(snapshots, start=1):
-            self._take_over(snapshot)
+            self._take_over(snapshot, signatures.get(snapshot.replica_id))
             if number % REPLICAS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        await self._refresh_rates([snapshot.replica_id for snapshot in snapshots])
 
-    def _take_over(self, snapshot: ReplicaSnapshot) -> None:
-        replica_id = snapshot.replica_id
+    def _due(self, written_at_s: Mapping[str, float]) -> list[str]:
+        """Replicas with news, those read longest ago first, so that any number of them costs a bounded amount."""
         # The store remembers replicas for a while that Serve has stopped.
-        if replica_id in self._fleet.position:
+        present = {name: at_s for name, at_s in written_at_s.items() if name in self._fleet.position}
+        never = _Report(0.0, 0.0)
+        news = [name for name, at_s in present.items() if self._reports.get(name, never).written_at_s != at_s]
+        news.sort(key=lambda name: self._reports.get(name, never).read_at_s)
+        return news[:REPLICAS_PER_REFRESH]
+
+    def _take_over(self, snapshot: ReplicaSnapshot, signature: Signature | None) -> None:
+        replica_id = snapshot.replica_id
+        if replica_id in self._fleet.position:  # It may have gone while the store was asked.
             self._top_k = snapshot.layout.top_k
             self._fleet.update(
                 replica_id, figures_of(snapshot, self._fleet.weights), own_turns=self._own_turns[replica_id]
             )
-
-    async def _refresh_rates(self, replica_ids: Collection[str]) -> None:
-        present = [replica_id for replica_id in replica_ids if replica_id in self._fleet.position]
-        present.sort(key=lambda replica_id: self._rates_read_at_s.get(replica_id, 0.0))
-        signatures = await self._store.read_signatures(present[:SIGNATURES_PER_REFRESH])
-        for number, replica_id in enumerate(present[:SIGNATURES_PER_REFRESH], start=1):
-            self._rates_read_at_s[replica_id] = time.monotonic()
-            signature = signatures.get(replica_id)
-            if replica_id in self._fleet.position:
-                self._fleet.set_rates(replica_id, None if signature is None else use_rates(signature, self._top_k))
-            if number % REPLICAS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+            self._fleet.set_rates(replica_id, None if signature is None else use_rates(signature, self._top_k))
 
     async def refresh_forever(self) -> None:
         """Refresh each ``refresh_s``; what the store does not answer stays as it was and grows stale."""
@@ -249,5 +258,5 @@ class PlacementDirectory:
         self._fleet.keep(present)
         for replica_id in self._own_turns.keys() - set(present):
             del self._own_turns[replica_id]
-        for replica_id in self._rates_read_at_s.keys() - set(present):
-            del self._rates_read_at_s[replica_id]
+        for replica_id in self._reports.keys() - set(present):
+            del self._reports[replica_id]

@@ -37,7 +37,8 @@ class PromptGroups:
                 continue
             group = changed[prompt_key] = self._sessions.setdefault(prompt_key, OrderedDict())
             self._sessions.move_to_end(prompt_key)
-            group[signature.key] = signature
+            # A prompt tells of the session that it begins, and of nothing else.
+            group[signature.key] = signature.model_copy(update={"prefill_weights": b"", "prefill_tokens": 0})
             group.move_to_end(signature.key)
             if len(group) > MAX_SESSIONS_PER_GROUP:
                 group.popitem(last=False)

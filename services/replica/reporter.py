@@ -42,7 +42,8 @@ class Reporter:
         await self._state.store.write_snapshot(snapshot)
         if snapshot.is_healthy:
             signatures = await self._state.engine.signatures()
-            await self._state.store.write_signatures([*signatures, *self._state.prompt_groups.take_up(signatures)])
+            of_prompts = self._state.prompt_groups.take_up(signatures)
+            await self._state.store.write_signatures(self._state.replica_id, [*signatures, *of_prompts])
 
     async def _report_or_count(self) -> None:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from store_values import SPLIT, open_redis_store, placement, plan, snapshot, tenant, turn
 
@@ -12,7 +14,10 @@ from wisp_core.contracts import Decision, DecisionRecord, Outcome, Placement, Re
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Store
+from wisp_core.store.keys import SIGNATURE_TTL_S
 from wisp_core.store.redis_store import RedisStore
+from wisp_core.store.signature_parts import MAX_PARTS
+from wisp_core.working_set.signature import pack, use_rates
 
 
 async def test_snapshots_are_listed_replaced_and_deleted(store: Store) -> None:
@@ -89,11 +94,59 @@ async def test_decisions_come_back_with_their_reason(store: Store) -> None:
 
 async def test_signatures_are_read_by_key(store: Store) -> None:
     signature = Signature(key="t/u/s", num_layers=2, num_experts=4, weights=bytes(range(8)), decode_tokens=5)
-    await store.write_signatures([signature, signature.model_copy(update={"key": "r1"})])
+    await store.write_signatures("r1", [signature, signature.model_copy(update={"key": "r1"})])
     found = await store.read_signatures(["t/u/s", "nobody", "r1"])
     assert set(found) == {"t/u/s", "r1"}
     assert found["t/u/s"] == signature
     assert await store.read_signatures([]) == {}
+
+
+def part(weights: Sequence[Sequence[float]], tokens: int, **changes: float) -> Signature:
+    fields = {"decode_tokens": tokens, "lookups": tokens, **changes}
+    return Signature(key="t", num_layers=1, num_experts=4, weights=pack(np.array(weights)), **fields)
+
+
+async def test_replicas_of_one_tenant_do_not_overwrite_each_other(store: Store) -> None:
+    await store.write_signatures("r1", [part([[1, 0, 0, 0]], 30)])
+    await store.write_signatures("r2", [part([[0, 1, 0, 0]], 10)])
+    both = (await store.read_signatures(["t"]))["t"]
+    assert both.decode_tokens == 40
+    assert use_rates(both, 1)[0].tolist() == pytest.approx([0.75, 0.25, 0, 0], abs=0.01)
+    await store.write_signatures("r2", [part([[0, 1, 0, 0]], 30)])
+    later = (await store.read_signatures(["t"]))["t"]
+    assert use_rates(later, 1)[0].tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.01), "a part replaces its own"
+
+
+async def test_the_newest_parts_speak_for_a_tenant_on_many_replicas(store: Store) -> None:
+    now_s = time.time()
+    for number in range(3 * MAX_PARTS):
+        await store.write_signatures(f"r{number}", [part([[1, 0, 0, 0]], 1, at_s=now_s - 100 + number)])
+    assert (await store.read_signatures(["t"]))["t"].decode_tokens == MAX_PARTS
+    await store.write_signatures("slow-clock", [part([[0, 1, 0, 0]], 10, at_s=now_s - 500)])
+    mixed = (await store.read_signatures(["t"]))["t"]
+    assert mixed.decode_tokens == 10 + MAX_PARTS - 1, "who writes is kept, whatever its clock says"
+
+
+async def test_parts_from_before_the_ttl_or_of_another_model_do_not_count(store: Store) -> None:
+    await store.write_signatures("gone", [part([[1, 0, 0, 0]], 9, at_s=time.time() - SIGNATURE_TTL_S - 1)])
+    assert await store.read_signatures(["t"]) == {}
+    old_model = Signature(key="t", num_layers=2, num_experts=2, weights=pack(np.ones((2, 2))), decode_tokens=9)
+    await store.write_signatures("r1", [old_model])
+    await store.write_signatures("r2", [part([[0, 1, 0, 0]], 5, at_s=time.time() + 1)])
+    assert (await store.read_signatures(["t"]))["t"].num_experts == 4
+
+
+async def test_reports_say_who_has_news(store: Store) -> None:
+    await store.write_snapshot(snapshot("r1"))
+    first = await store.list_reports()
+    assert set(first) == {"r1"}
+    await store.write_snapshot(snapshot("r2"))
+    assert (await store.list_reports())["r1"] == first["r1"]
+    await asyncio.sleep(0.01)
+    await store.write_snapshot(snapshot("r1"))
+    assert (await store.list_reports())["r1"] > first["r1"]
+    assert [one.replica_id for one in await store.read_snapshots(["r2", "nobody"])] == ["r2"]
+    assert await store.read_snapshots([]) == []
 
 
 async def test_the_first_placement_of_a_session_wins(store: Store) -> None:
@@ -181,7 +234,7 @@ async def test_a_lease_has_one_holder(store: Store) -> None:
 
 async def test_snapshots_and_signatures_expire(redis_store: RedisStore, valkey) -> None:
     await redis_store.write_snapshot(snapshot())
-    await redis_store.write_signatures([Signature(key="t", num_layers=1, num_experts=1, weights=b"")])
+    await redis_store.write_signatures("r1", [Signature(key="t", num_layers=1, num_experts=1, weights=b"")])
     await redis_store.place("t/u/s", None, placement("r1", 1))
     await redis_store.write_plan(plan(1))
     client, keys = valkey.client(), k.Keys("test")

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
+from store_values import snapshot
 
 from services.config import RoutingSettings
 from services.ingress import working_sets
-from services.ingress.placement import PlacementDirectory, RouterConfig, Turn
+from services.ingress.placement import REPLICAS_PER_REFRESH, PlacementDirectory, RouterConfig, Turn
+from wisp_core.contracts import Signature
 from wisp_core.store.redis_store import RedisStore
+from wisp_core.store.signature_parts import MAX_PARTS
+from wisp_core.working_set.signature import pack
 
 REPLICAS = ["r1", "r2", "r3"]
+CONFIG = RouterConfig(redis_url="redis://unused", service="traffic-test", routing=RoutingSettings())
 
 
 @pytest.fixture
@@ -34,6 +40,12 @@ def turn(session: int) -> Turn:
     return Turn(session_key=f"t/u/{session}", user_key="t/u", prompt_key="t/@p", tenant="t", max_tokens=10)
 
 
+async def bytes_sent(server: Redis) -> int:
+    """What the server has sent to all of its clients; routers of other tests are gone or read little."""
+    stats = await server.info("stats")
+    return int(stats["total_net_output_bytes"])
+
+
 async def scripts_run(server: Redis) -> int:
     """Scripts as the server counts them; routers of other tests that live on only read."""
     stats = await server.info("commandstats")
@@ -44,9 +56,7 @@ async def test_a_turn_costs_one_exchange_and_a_new_session_two(
     store: RedisStore, server: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(working_sets, "MAX_AGE_S", 600.0)  # however slow this machine is
-    directory = PlacementDirectory(
-        store, RouterConfig(redis_url="redis://unused", service="traffic-test", routing=RoutingSettings())
-    )
+    directory = PlacementDirectory(store, CONFIG)
     directory.keep_replicas(REPLICAS)
     await directory.rank(turn(0))  # reads the replicas once and loads the script
     sent, exchanged = await scripts_run(server), store.round_trips
@@ -61,3 +71,43 @@ async def test_a_turn_costs_one_exchange_and_a_new_session_two(
     # What is known of a session is read again only when it is old.
     assert store.round_trips - exchanged == 100
     assert await scripts_run(server) - sent == 100
+
+
+def big_signature(key: str) -> Signature:
+    """Of a model of 48 layers with 128 experts, every one used: as long as it can be."""
+    counts = np.random.default_rng(0).integers(1, 1000, (48, 128))
+    return Signature(
+        key=key, num_layers=48, num_experts=128, weights=pack(counts), decode_tokens=100, lookups=100 * 48 * 8
+    )
+
+
+async def test_what_a_turn_reads_is_bounded_however_many_replicas_serve_its_tenant(
+    store: RedisStore, server: Redis
+) -> None:
+    for number in range(20):
+        await store.write_signatures(f"r{number}", [big_signature(key) for key in ("t", "t/@p", "t/u", "t/u/1")])
+    directory = PlacementDirectory(store, CONFIG)
+    directory.keep_replicas(REPLICAS)
+    await directory.rank(turn(0))
+    before = await bytes_sent(server)
+    await directory.rank(turn(1))
+    one_part = len(big_signature("t/u/1").model_dump_json())
+    assert await bytes_sent(server) - before < 4 * (MAX_PARTS + 1) * one_part
+
+
+async def test_a_refresh_of_many_replicas_reads_some_and_all_in_turn(store: RedisStore, server: Redis) -> None:
+    names = [f"many-{number}" for number in range(3 * REPLICAS_PER_REFRESH)]
+    for name in names:
+        await store.write_snapshot(snapshot(name))
+    directory = PlacementDirectory(store, CONFIG)
+    directory.keep_replicas(names)
+    sizes, exchanged = [], store.round_trips
+    for _ in range(4):
+        before = await bytes_sent(server)
+        await directory.refresh()
+        sizes.append(await bytes_sent(server) - before)
+    # The index of all and a third of the values; and once all are known, no value until there is news.
+    assert store.round_trips - exchanged == 3 * 3 + 1
+    assert max(sizes[:3]) < 2 * min(sizes[:3])
+    assert sizes[3] < sizes[0] / 3
+    assert (directory._fleet.column("is_known") == 1).all()

@@ -170,8 +170,8 @@ async def test_a_new_session_of_a_known_user_goes_where_its_experts_are() -> Non
     store = MemoryStore()
     for replica_id, experts in (("r1", (0, 1, 2, 3)), ("r2", (4, 5, 6, 7)), ("r3", (0, 1, 2, 3))):
         await store.write_snapshot(snapshot(replica_id, turns=1))
-        await store.write_signatures([signature(replica_id, *experts)])
-    await store.write_signatures([signature("t/u", 4, 5, 6, 7)])
+        await store.write_signatures(replica_id, [signature(replica_id, *experts)])
+    await store.write_signatures("r1", [signature("t/u", 4, 5, 6, 7)])
     known = directory(store)
     await known.refresh()
     decision = await known.rank(turn())

@@ -46,7 +46,7 @@ class CountingStore(MemoryStore):
 
 async def expected(*signatures: Signature, keys: list[str] | None = None) -> np.ndarray | None:
     store = MemoryStore()
-    await store.write_signatures(signatures)
+    await store.write_signatures("r1", signatures)
     found = await WorkingSets(store).expect(KEYS if keys is None else keys, TOP_K)
     return None if found is None else found.rates[0]
 
@@ -84,7 +84,7 @@ async def test_a_prompt_tells_of_its_own_session_until_that_has_decoded() -> Non
 
 async def test_signatures_are_read_again_only_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     store = CountingStore()
-    await store.write_signatures([signature("t", 0, 10)])
+    await store.write_signatures("r1", [signature("t", 0, 10)])
     known = WorkingSets(store)
     for _ in range(10):
         assert await known.expect(KEYS, TOP_K) is not None
@@ -97,7 +97,7 @@ async def test_signatures_are_read_again_only_when_they_are_old(monkeypatch: pyt
 async def test_without_the_store_what_is_known_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(working_sets, "MAX_AGE_S", -1.0)
     store = MemoryStore()
-    await store.write_signatures([signature("t", 3, 10)])
+    await store.write_signatures("r1", [signature("t", 3, 10)])
     known = WorkingSets(store)
     await known.expect(KEYS, TOP_K)
     store.is_available = False

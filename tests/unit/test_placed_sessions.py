@@ -54,7 +54,7 @@ async def place(store: MemoryStore, session: str, replica: str, at_s: float) -> 
 async def test_sessions_count_where_they_are_placed_even_before_their_first_step_there() -> None:
     store, now_s = MemoryStore(), time.time()
     await store.write_signatures(
-        [signature("t/u/a", 0, 1), signature("t/u/b", 4, 5), signature("r1", 0, 1), signature("r2", 4, 5)]
+        "r1", [signature("t/u/a", 0, 1), signature("t/u/b", 4, 5), signature("r1", 0, 1), signature("r2", 4, 5)]
     )
     await place(store, "t/u/a", "r1", now_s)
     await place(store, "t/u/b", "r1", now_s)  # it has decoded on r2 so far
@@ -76,7 +76,7 @@ async def test_sessions_that_ended_long_ago_do_not_count() -> None:
 
 async def test_mostly_unknown_sessions_predict_nothing() -> None:
     store = MemoryStore()
-    await store.write_signatures([signature("t/u/a", 0), signature("r1", 0)])
+    await store.write_signatures("r1", [signature("t/u/a", 0), signature("r1", 0)])
     for name in "abcd":
         await place(store, f"t/u/{name}", "r1", time.time())
     (only,) = await with_placed_sessions(store, [make_snapshot()])

@@ -6,7 +6,7 @@ degrade. Values of another schema version count as missing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -71,6 +71,14 @@ class ReplicaStore(Protocol):
         """The last snapshot of every replica that still reports, ordered by ``replica_id``."""
         ...
 
+    async def list_reports(self) -> dict[str, float]:
+        """When each replica that still reports wrote its snapshot, Unix time by its clock."""
+        ...
+
+    async def read_snapshots(self, replica_ids: Collection[str]) -> list[ReplicaSnapshot]:
+        """The last snapshots of these replicas, of those that still report."""
+        ...
+
     async def delete_snapshot(self, replica_id: str) -> None:
         """Forget a replica that stops in an orderly way."""
         ...
@@ -106,12 +114,15 @@ class ReplicaStore(Protocol):
         """The last ``n`` decisions, newest first."""
         ...
 
-    async def write_signatures(self, signatures: Iterable[Signature]) -> None:
-        """Store signatures by their ``key`` for ``SIGNATURE_TTL_S``."""
+    async def write_signatures(self, replica_id: str, signatures: Iterable[Signature]) -> None:
+        """Store a replica's part of the signatures of some keys for ``SIGNATURE_TTL_S``, in place of the one before.
+
+        Of the parts of one key the ``MAX_PARTS`` newest are kept.
+        """
         ...
 
     async def read_signatures(self, keys: Iterable[str]) -> dict[str, Signature]:
-        """The signatures that exist, by key."""
+        """The signatures that exist, by key, each the sum of its replicas' parts."""
         ...
 
 

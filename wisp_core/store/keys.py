@@ -11,7 +11,7 @@ cluster, so that scripts and pipelines over several keys work there too.
 | ``plan-wakeup:REPLICA`` | channel, revision | | policy | replica |
 | ``outcomes:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | replica | policy, status |
 | ``decisions:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | policy | status |
-| ``signature:KEY`` | string, Signature | ``SIGNATURE_TTL_S`` | replica | router |
+| ``signatures:KEY`` | hash, REPLICA to Signature, ``MAX_PARTS`` | ``SIGNATURE_TTL_S`` | replica | router, policy |
 | ``placement:SESSION`` | hash, version, replica, Placement | ``SESSION_TTL_S`` after a turn | router | router, status |
 | ``placements`` | zset, SESSION by time placed, ``INDEX_LENGTH`` | none, oldest removed | router | status |
 | ``session:SESSION`` | hash, counters of SessionUsage | ``SESSION_TTL_S`` after a turn | ingress | status |
@@ -76,8 +76,8 @@ class Keys:
         return f"{self.prefix}decisions:{replica_id}"
 
     def signature(self, key: str) -> str:
-        """Signature of a tenant, user, session or replica."""
-        return f"{self.prefix}signature:{key}"
+        """Parts of the signature of a tenant, user, session or replica, by the replica that wrote them."""
+        return f"{self.prefix}signatures:{key}"
 
     def placement(self, session_key: str) -> str:
         """Where a session lives."""

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from wisp_core import contracts as c
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
+from wisp_core.store import signature_parts
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import (
     tenant_of,
@@ -34,7 +35,7 @@ class MemoryStore:
         self._plan_written = asyncio.Condition()
         self._outcomes: defaultdict[str, deque[c.ResizeOutcome]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
         self._decisions: defaultdict[str, deque[c.DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
-        self._signatures: dict[str, tuple[float, c.Signature]] = {}
+        self._signatures: defaultdict[str, dict[str, c.Signature]] = defaultdict(dict)
         self._placements: OrderedDict[str, tuple[float, c.Placement]] = OrderedDict()
         self._turn_log: deque[c.TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
         self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
@@ -60,8 +61,21 @@ class MemoryStore:
     async def list_snapshots(self) -> list[c.ReplicaSnapshot]:
         """See Store."""
         await self.ping()
+        return await self.read_snapshots(sorted(self._snapshots))
+
+    async def list_reports(self) -> dict[str, float]:
+        """See Store."""
+        await self.ping()
         now_s = self._clock()
-        return [snapshot for _, (until_s, snapshot) in sorted(self._snapshots.items()) if until_s > now_s]
+        until = {replica_id: until_s for replica_id, (until_s, _) in self._snapshots.items()}
+        return {replica_id: until_s - k.SNAPSHOT_TTL_S for replica_id, until_s in until.items() if until_s > now_s}
+
+    async def read_snapshots(self, replica_ids: Collection[str]) -> list[c.ReplicaSnapshot]:
+        """See Store."""
+        await self.ping()
+        now_s = self._clock()
+        found = [self._snapshots[replica_id] for replica_id in replica_ids if replica_id in self._snapshots]
+        return [snapshot for until_s, snapshot in found if until_s > now_s]
 
     async def delete_snapshot(self, replica_id: str) -> None:
         """See Store."""
@@ -116,18 +130,21 @@ class MemoryStore:
         await self.ping()
         return list(self._decisions[replica_id])[: max(0, n)]
 
-    async def write_signatures(self, signatures: Iterable[c.Signature]) -> None:
+    async def write_signatures(self, replica_id: str, signatures: Iterable[c.Signature]) -> None:
         """See Store."""
         await self.ping()
-        until_s = self._clock() + k.SIGNATURE_TTL_S
-        self._signatures.update({signature.key: (until_s, signature) for signature in signatures})
+        for signature in signatures:
+            parts = self._signatures[signature.key]
+            parts[replica_id] = signature
+            while len(parts) > signature_parts.MAX_PARTS:
+                del parts[min(parts.keys() - {replica_id}, key=lambda one: parts[one].at_s)]
 
     async def read_signatures(self, keys: Iterable[str]) -> dict[str, c.Signature]:
         """See Store."""
         await self.ping()
-        now_s = self._clock()
-        found = {key: self._signatures[key] for key in keys if key in self._signatures}
-        return {key: signature for key, (until_s, signature) in found.items() if until_s > now_s}
+        oldest_s = self._clock() - k.SIGNATURE_TTL_S
+        found = {key: [one for one in self._signatures.get(key, {}).values() if one.at_s >= oldest_s] for key in keys}
+        return {key: signature_parts.total(parts) for key, parts in found.items() if parts}
 
     async def place(self, session_key: str, expected_version: int | None, placement: c.Placement) -> c.Placement:
         """See Store."""

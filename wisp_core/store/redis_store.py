@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from wisp_core import contracts as c
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
-from wisp_core.store import scripts
+from wisp_core.store import scripts, signature_parts
 from wisp_core.store.connection import Connection
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import (
@@ -77,8 +77,19 @@ class RedisStore:
         """See Store."""
         async with self._connection.guard() as redis:
             replica_ids = sorted(await redis.zrange(self._keys.replicas, 0, -1))
-            if not replica_ids:
-                return []
+        return await self.read_snapshots(replica_ids)
+
+    async def list_reports(self) -> dict[str, float]:
+        """See Store."""
+        async with self._connection.guard() as redis:
+            rows: list[tuple[str, float]] = await redis.zrange(self._keys.replicas, 0, -1, withscores=True)
+        return dict(rows)
+
+    async def read_snapshots(self, replica_ids: Collection[str]) -> list[c.ReplicaSnapshot]:
+        """See Store."""
+        if not replica_ids:
+            return []
+        async with self._connection.guard() as redis:
             texts = await redis.mget([self._keys.snapshot(replica_id) for replica_id in replica_ids])
         return _parse_all(c.ReplicaSnapshot, texts)
 
@@ -128,21 +139,30 @@ class RedisStore:
         """See Store."""
         return _parse_all(c.DecisionRecord, await self._read_log(self._keys.decisions(replica_id), n))
 
-    async def write_signatures(self, signatures: Iterable[c.Signature]) -> None:
+    async def write_signatures(self, replica_id: str, signatures: Iterable[c.Signature]) -> None:
         """See Store."""
-        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
-            for signature in signatures:
-                pipe.set(self._keys.signature(signature.key), signature.model_dump_json(), ex=k.SIGNATURE_TTL_S)
-            await pipe.execute()
+        parts = list(signatures)
+        if not parts:
+            return
+        args: list[str | int | float] = [replica_id, k.SIGNATURE_TTL_S * 1000, signature_parts.MAX_PARTS]
+        await self._connection.run(
+            scripts.WRITE_SIGNATURES,
+            [self._keys.signature(part.key) for part in parts],
+            [*args, *map(signature_parts.to_text, parts)],
+        )
 
     async def read_signatures(self, keys: Iterable[str]) -> dict[str, c.Signature]:
         """See Store."""
-        wanted = [self._keys.signature(key) for key in keys]
+        wanted = list(dict.fromkeys(keys))
         if not wanted:
             return {}
-        async with self._connection.guard() as redis:
-            texts = await redis.mget(wanted)
-        return {signature.key: signature for signature in _parse_all(c.Signature, texts)}
+        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+            for key in wanted:
+                pipe.hvals(self._keys.signature(key))
+            found = await pipe.execute()
+        oldest_s = time.time() - k.SIGNATURE_TTL_S
+        totals = {key: signature_parts.from_texts(texts, oldest_s) for key, texts in zip(wanted, found, strict=True)}
+        return {key: signature for key, signature in totals.items() if signature is not None}
 
     async def place(self, session_key: str, expected_version: int | None, placement: c.Placement) -> c.Placement:
         """See Store."""

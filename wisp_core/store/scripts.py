@@ -15,6 +15,28 @@ return 1
 KEYS: plan hash, wake-up channel. ARGV: revision, plan JSON, TTL ms. Returns 1 if stored, 0 if not newer.
 """
 
+WRITE_SIGNATURES = """
+for i, key in ipairs(KEYS) do
+  redis.call('HSET', key, ARGV[1], ARGV[3 + i])
+  redis.call('PEXPIRE', key, ARGV[2])
+  while redis.call('HLEN', key) > tonumber(ARGV[3]) do
+    local oldest, oldest_s
+    local parts = redis.call('HGETALL', key)
+    for j = 1, #parts, 2 do
+      local at_s = tonumber(string.match(parts[j + 1], '^[^ ]+')) or 0
+      if parts[j] ~= ARGV[1] and (oldest == nil or at_s < oldest_s) then oldest, oldest_s = parts[j], at_s end
+    end
+    redis.call('HDEL', key, oldest)
+  end
+end
+return #KEYS
+"""
+"""Store one replica's part of each of several signatures, and drop the oldest of others beyond the most to keep.
+
+KEYS: signature hashes. ARGV: replica id, TTL ms, most parts, then each key's part with its time in s in front.
+Returns the number of keys.
+"""
+
 PLACE = """
 local current = redis.call('HMGET', KEYS[1], 'version', 'replica', 'placement')
 local answer = ARGV[4]

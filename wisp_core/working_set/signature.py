@@ -52,7 +52,7 @@ def unpack(signature: Signature, *, is_prefill: bool = False) -> npt.NDArray[np.
 
 
 def merge(key: str, signatures: Iterable[Signature]) -> Signature:
-    """One signature of several of one shape, each with the weight of its decode tokens; prefills are left out.
+    """One signature of several of one shape, each with the weight of its tokens, prefills apart.
 
     Raises ValueError for none, for shapes that differ, and like `unpack`.
     """
@@ -61,21 +61,28 @@ def merge(key: str, signatures: Iterable[Signature]) -> Signature:
     if len(shapes) != 1:
         raise ValueError(f"signature {key!r}: {len(found)} signatures of {len(shapes)} shapes cannot be merged")
     ((num_layers, num_experts),) = shapes
-    counts = np.zeros((num_layers, num_experts))
+    counts, prefill_counts = np.zeros((2, num_layers, num_experts))
     for signature in found:
-        weights = unpack(signature)
-        totals = weights.sum(axis=1, keepdims=True)
-        shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
-        counts += shares * signature.decode_tokens
+        counts += _shares(unpack(signature)) * signature.decode_tokens
+        prefill_counts += _shares(unpack(signature, is_prefill=True)) * signature.prefill_tokens
     return Signature(
         key=key,
         num_layers=num_layers,
         num_experts=num_experts,
         weights=pack(counts),
+        prefill_weights=pack(prefill_counts) if prefill_counts.any() else b"",
+        prefill_tokens=sum(signature.prefill_tokens for signature in found),
         decode_tokens=sum(signature.decode_tokens for signature in found),
         lookups=sum(signature.lookups for signature in found),
         hits=sum(signature.hits for signature in found),
     )
+
+
+def _shares(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Each layer's weights as shares of its sum; all zero where nothing is used."""
+    totals = weights.sum(axis=1, keepdims=True)
+    shares: npt.NDArray[np.float32] = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
+    return shares
 
 
 def use_rates(signature: Signature, top_k: int, *, is_prefill: bool = False) -> UseRates:
