@@ -51,7 +51,7 @@ class Service:
         tenant_specs(config)
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
-        self._began_s = time.time()
+        self._began_s = self._started_s = time.time()
         self._is_published = False
 
     @property
@@ -104,6 +104,7 @@ class Service:
         for name in ("name", "state_dir", "http", "redis"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigurationError(f"{name}: cannot change while the service runs: stop it and start it again")
+        self._check_room(config)
         tenant_specs(config)
         before = self.config, self._redis_password_file
         try:
@@ -111,6 +112,16 @@ class Service:
         except ConfigurationError:
             self._deploy(*before)
             raise
+
+    def _check_room(self, config: ServiceConfig) -> None:
+        """Raises ConfigurationError if Ray cannot place the replicas of ``config``, which Serve would wait for."""
+        for name, needed in (("CPU", ray_cpus(config)), ("GPU", config.num_replicas * config.replica.num_gpus)):
+            found = ray.cluster_resources().get(name, 0.0)
+            if needed > found:
+                raise ConfigurationError(
+                    f"replica.count: {config.num_replicas} replicas need {needed:g} of Ray's {name}s, which were fixed "
+                    f"at {found:g} when the service started: stop it and start it again"
+                )
 
     def _deploy(self, config: ServiceConfig, redis_password_file: Path | None) -> None:
         """Deploy both applications; Serve replaces what differs."""
@@ -199,6 +210,7 @@ class Service:
             {one.tenant_id: self._replicas(f"Replica-{one.tenant_id}", one.dedicated_replicas) for one in dedicated},
             policy_app=self.policy_app,
             service_began_s=self._began_s,
+            service_started_s=self._started_s,
         )
 
     def _replicas(self, name: str = "Replica", count: int | None = None) -> serve.Application:
@@ -246,7 +258,7 @@ class Service:
 
 def ray_cpus(config: ServiceConfig) -> int:
     """CPUs that Ray is told of, so that every replica and whatever else runs finds its own: bookkeeping, no limit."""
-    return max(os.cpu_count() or 1, math.ceil(config.num_replicas * config.replica.num_cpus + _SPARE_CPUS))
+    return max(os.cpu_count() or 1, math.ceil(config.most_replicas * config.replica.num_cpus + _SPARE_CPUS))
 
 
 def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:

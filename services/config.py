@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from services.setting_errors import explain
 from wisp_core.contracts import Barrier, Isolation
 from wisp_core.errors import ConfigurationError
 
@@ -25,7 +26,7 @@ class HttpSettings(Section):
     """The public endpoint."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8000, ge=1, le=65535)
+    port: int = Field(default=8000, ge=1, le=65535, description="TCP port.")
     max_body_bytes: int = Field(default=2 << 20, gt=0, description="Larger request bodies get 413.")
     max_header_bytes: int = Field(default=16 << 10, gt=0, description="Larger request headers get 431.")
     body_timeout_s: float = Field(default=30.0, gt=0, description="A body that takes longer to come gets 408, seconds.")
@@ -62,7 +63,7 @@ class AutoscalingSettings(Section):
 class ReplicaSettings(Section):
     """One replica: a paged vLLM engine on one low-VRAM device."""
 
-    count: int = Field(default=2, ge=1)
+    count: int = Field(default=2, ge=1, description="Replicas that tenants share.")
     autoscaling: AutoscalingSettings | None = Field(
         default=None, description="More replicas while there is work for them; None: always ``count``."
     )
@@ -183,8 +184,12 @@ class RoutingSettings(Section):
 class TenantSettings(Section):
     """A tenant declared in the file; the key itself stays outside, in a file or as its SHA-256."""
 
-    tenant_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
-    key_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    tenant_id: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Lower-case letters, digits, _ and -, at most 63."
+    )
+    key_sha256: str | None = Field(
+        default=None, pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key in lower-case hex, never the key."
+    )
     key_file: Path | None = Field(
         default=None, description="File that holds the key; created with a new one if absent."
     )
@@ -244,6 +249,15 @@ class ServiceConfig(Section):
             tenant.dedicated_replicas for tenant in self.tenants if tenant.isolation is Isolation.DEDICATED
         )
 
+    @property
+    def most_replicas(self) -> int:
+        """The same with every deployment scaled up as far as it may be."""
+        scaling = self.replica.autoscaling
+        if scaling is None:
+            return self.num_replicas
+        dedicated = [one.dedicated_replicas for one in self.tenants if one.isolation is Isolation.DEDICATED]
+        return sum(max(count, scaling.max_count) for count in (self.replica.count, *dedicated))
+
     @model_validator(mode="after")
     def _snapshots_stay_fresh(self) -> Self:
         if self.replica.snapshot_period_s >= self.redis.stale_after_s:
@@ -265,5 +279,5 @@ class ServiceConfig(Section):
         except yaml.YAMLError as error:
             raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
         except ValidationError as error:
-            lines = [f"  {'.'.join(map(str, e['loc'])) or '(file)'}: {e['msg']}" for e in error.errors()]
-            raise ConfigurationError(f"--config {path}:\n" + "\n".join(lines)) from error
+            lines = explain(error, cls)
+            raise ConfigurationError(f"--config {path}:\n" + "\n".join(f"  {line}" for line in lines)) from error

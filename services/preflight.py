@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.config import HttpSettings, ModelSettings, PolicySettings, ReplicaSettings, ServiceConfig
+from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
-from wisp_core.errors import ConfigurationError, UnsupportedModelError
-from wisp_core.planner.model_shape import read_shape
+from services.preflight_engine import check_engine
+from wisp_core.errors import ConfigurationError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -22,12 +21,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 @contextlib.contextmanager
 def checked_start(config: ServiceConfig) -> Iterator[None]:
     """Check ``config`` against this machine and own its state directory until exit. Raises ConfigurationError."""
-    check_model(config.model)
-    check_caps(config.model, config.replica)
-    check_policy(config.policy)
+    check_settings(config)
     with own_state_dir(config.state_dir):
         check_port(config.http)
         yield
+
+
+def check_settings(config: ServiceConfig) -> None:
+    """Check what does not depend on what runs now. Raises ConfigurationError."""
+    check_model(config.model)
+    check_engine(config.model, config.replica)
+    check_policy(config.policy)
 
 
 @contextlib.contextmanager
@@ -93,21 +97,3 @@ def check_model(model: ModelSettings) -> None:
             f"model.path {path}: no such directory; give a Hugging Face checkpoint, or write a small one with "
             f"`wisp model tiny {path}`"
         )
-
-
-def check_caps(model: ModelSettings, replica: ReplicaSettings) -> None:
-    """Raises ConfigurationError for a cap that the model at ``model.path`` cannot have; the engine checks the rest."""
-    caps = {"replica.initial_cap": replica.initial_cap, "replica.min_cap": replica.min_cap}
-    path = Path(model.path) / "config.json"
-    if not path.is_file() or not any(caps.values()):
-        return
-    try:
-        shape = read_shape(json.loads(path.read_text()), name=model.path)
-    except (UnsupportedModelError, ConfigurationError, ValueError):
-        return  # a layout that only vLLM may know, and whose caps the engine checks
-    for setting, cap in caps.items():
-        if cap is not None and not shape.top_k <= cap <= shape.num_experts:
-            raise ConfigurationError(
-                f"{setting}: {cap} slots per layer; a token of {model.path} needs {shape.top_k} experts of "
-                f"{shape.num_experts}, so give {shape.top_k} to {shape.num_experts}"
-            )

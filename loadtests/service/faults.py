@@ -37,8 +37,12 @@ KINDS = {
     "valkey": "valkey-server",
 }
 """Each kind of fault: whose process is killed."""
-UPGRADE = "upgrade"
-"""Not a fault: the service is told to go on with a changed file, and every part of it is replaced."""
+UPGRADES = {
+    "upgrade": ("max_ongoing_turns", (50, 100)),
+    "upgrade-engines": ("window_s", (8, 12)),
+}
+"""No faults: the service is told to go on with a changed file. What changes, and between which values; the second
+takes new engines, one after the other."""
 MAX_GAP = 0.05
 """Log-probability: further from the best one no token of a greedy answer may be."""
 RECOVERY_TIMEOUT_S = 180.0
@@ -56,7 +60,7 @@ class FaultsConfig:
 
     rounds: int = 20
     """Faults of each kind."""
-    kinds: tuple[str, ...] = (*KINDS, UPGRADE)
+    kinds: tuple[str, ...] = (*KINDS, *UPGRADES)
     sessions: int = 6
     max_tokens: int = 40
     rescored: int = 200
@@ -163,7 +167,7 @@ async def inject(service: RunningService, running: Traffic, kind: str, chooser: 
     running.may_resend = kind == "ingress"
     first = len(running.turns)
     began_s = time.monotonic()
-    back = asyncio.create_task(asyncio.to_thread(_upgrade if kind == UPGRADE else _kill, service, kind, chooser))
+    back = asyncio.create_task(asyncio.to_thread(_upgrade if kind in UPGRADES else _kill, service, kind, chooser))
     await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
     next_good_s = time.monotonic() - began_s
     await back
@@ -191,8 +195,9 @@ def _kill(service: RunningService, kind: str, chooser: random.Random) -> None:
 
 
 def _upgrade(service: RunningService, kind: str, chooser: random.Random) -> None:
-    changed = chooser.randint(50, 100)
-    service.config["replica"]["max_ongoing_turns"] = changed
+    setting, (least, most) = UPGRADES[kind]
+    others = [value for value in range(least, most + 1) if value != service.config["replica"].get(setting)]
+    service.config["replica"][setting] = chooser.choice(others)
     service.config_path.write_text(yaml.safe_dump(service.config))
     command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(service.config_path), "--upgrade"]
     subprocess.run(command, check=True, timeout=2 * RECOVERY_TIMEOUT_S)

@@ -15,6 +15,7 @@ from services.app import Service
 from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
 from services.preflight import checked_start
+from services.setting_errors import what_is_wrong
 from wisp_core.errors import ConfigurationError
 
 _TEND_PERIOD_S = 0.5
@@ -28,7 +29,7 @@ def load_config(path: Path, redis_url: str | None = None) -> ServiceConfig:
     try:
         redis = RedisSettings.model_validate({**config.redis.model_dump(), "url": redis_url})
     except ValidationError as error:
-        raise ConfigurationError(f"--redis-url: {error.errors()[0]['msg']}") from error
+        raise ConfigurationError(f"--redis-url: {what_is_wrong(error.errors()[0])}") from error
     return config.model_copy(update={"redis": redis})
 
 

@@ -17,7 +17,7 @@ import typer
 
 from services.app import Service
 from services.config import ServiceConfig
-from services.preflight import check_model, check_policy
+from services.preflight import check_settings
 from services.service_file import read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
@@ -37,8 +37,7 @@ def request_upgrade(path: Path) -> None:
     Raises ConfigurationError with the reason when it does not, and goes on as it was.
     """
     config = ServiceConfig.load(path)
-    check_model(config.model)
-    check_policy(config.policy)
+    check_settings(config)
     pid = int(read_service_file(config.state_dir)["pid"])
     order = secrets.token_hex(8)
     _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))

@@ -42,6 +42,7 @@ class Ingress:
         *,
         policy_app: str,
         service_began_s: float,
+        service_started_s: float,
     ) -> None:
         """``config``: a ServiceConfig as JSON, ``store``: a StoreAddress as JSON; for the rest see build_ingress."""
         service, address = ServiceConfig.model_validate(config), StoreAddress.model_validate(store)
@@ -68,6 +69,7 @@ class Ingress:
             self._telemetry,
             num_replicas=service.num_replicas,
             stale_after_s=service.redis.stale_after_s,
+            service_started_s=service_started_s,
         )
         key_files = {tenant.tenant_id: tenant.key_file for tenant in service.tenants}
         admin = TenantAdmin(self._operator_store, directory, key_files)
@@ -102,6 +104,7 @@ def build_ingress(
     *,
     policy_app: str,
     service_began_s: float,
+    service_started_s: float,
 ) -> serve.Application:
     """The deployment for ``config``: the application's root. Secrets are read from ``config.state_dir``.
 
@@ -111,12 +114,16 @@ def build_ingress(
         replicas: The replica deployment, with ``WispRouter`` as its router.
         dedicated: By tenant id, the deployment of a tenant's own replicas.
         policy_app: Name of the policy service's application, whose metrics are shown; it may come and go.
-        service_began_s: Unix time. The file's tenants replace what the store knows from before.
+        service_began_s: Unix time, of the start or the last upgrade. The file's tenants replace what the store knows
+            from before.
+        service_started_s: Unix time of the start.
     """
     deployment = serve.deployment(
         Ingress,
         name="Ingress",
         num_replicas=config.http.num_ingresses,
+        # The new ones serve before an old one stops, which it does when its last stream ends: minutes, perhaps.
+        max_surge_percent=100,
         max_ongoing_requests=4096,
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.replica.graceful_shutdown_timeout_s,
@@ -129,4 +136,5 @@ def build_ingress(
         dict(dedicated),
         policy_app=policy_app,
         service_began_s=service_began_s,
+        service_started_s=service_started_s,
     )

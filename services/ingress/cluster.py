@@ -30,14 +30,19 @@ class Cluster:
         *,
         num_replicas: int,
         stale_after_s: float,
+        service_started_s: float = 0.0,
     ) -> None:
-        """``replicas``: the handle of each deployment of replicas, ``num_replicas`` in all."""
+        """``replicas``: the handle of each deployment of replicas, ``num_replicas`` in all.
+
+        The store outlives the service: sessions without a turn since ``service_started_s``, Unix time, are not shown.
+        """
         self._store = store
         self._replicas = replicas
         self._telemetry = telemetry
         self._find_policy = find_policy
         self._num_replicas = num_replicas
         self._stale_after_s = stale_after_s
+        self._service_started_s = service_started_s
 
     async def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether every replica's engine serves, and what each one says. Asks the replicas themselves."""
@@ -57,7 +62,8 @@ class Cluster:
         """
         snapshots = await self._store.list_snapshots()
         replicas = await asyncio.gather(*(self._replica_status(snapshot) for snapshot in snapshots))
-        sessions = await self._store.list_sessions(STATUS_SESSIONS)
+        newest = await self._store.list_sessions(STATUS_SESSIONS)
+        sessions = [one for one in newest if one.last_turn_at_s >= self._service_started_s]
         keys = [session.session_key for session in sessions]
         placements = await self._store.read_placements(keys)
         signatures = await self._store.read_signatures(keys)

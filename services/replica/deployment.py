@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from services.background import BackgroundTasks
-from services.config import ReplicaSettings, ServiceConfig
+from services.config import ModelSettings, ReplicaSettings, ServiceConfig
 from services.environment import replica_environment
 from services.replica.asgi import AsgiRequest, ResponseHead
 from services.replica.autoscaling import autoscaling_config, work_of
@@ -34,35 +36,38 @@ SESSION_FIELD = "wisp_session"
 WEIGHT_FIELD = "wisp_weight"
 KV_SHARE_FIELD = "wisp_kv_share"
 """Entries that tell it the tenant's share of engine time, and of KV and batch."""
+CHANGED_IN_PLACE = {"count", "autoscaling", "max_ongoing_turns", "graceful_shutdown_timeout_s"}
+"""Settings that Serve applies to replicas that run."""
 
 
 class Replica:
     """One engine and its reporter, plan follower and supervisor, all in one event loop."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: dict[str, Any], store: dict[str, Any]
+        self, model: dict[str, Any], replica: dict[str, Any], store: dict[str, Any]
     ) -> None:
         """Start the engine, 20 to 60 s. Raises ConfigurationError.
 
-        ``config`` is a ServiceConfig as JSON, ``store`` a StoreAddress.
+        ``model`` are ModelSettings as JSON, ``replica`` ReplicaSettings without those of ``CHANGED_IN_PLACE``,
+        ``store`` a StoreAddress.
         """
         # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
         from wisp_core.engine.engine import WispEngine
 
-        service = ServiceConfig.model_validate(config)
+        served, settings = ModelSettings.model_validate(model), ReplicaSettings.model_validate(replica)
         replica_id = serve.get_replica_context().replica_tag
         engine = await WispEngine.start(
-            model=service.model.path,
-            served_name=service.model.name,
-            engine_args=service.replica.engine,
-            settings=wisp_settings(service.replica),
+            model=served.path,
+            served_name=served.name,
+            engine_args=settings.engine,
+            settings=wisp_settings(settings),
             replica_id=replica_id,
         )
         self._store = StoreAddress.model_validate(store).open()
         self._state = ReplicaState(
             replica_id=replica_id, engine=engine, store=self._store, metrics=ReplicaMetrics(replica_id)
         )
-        reporter = Reporter(self._state, service.replica.snapshot_period_s)
+        reporter = Reporter(self._state, settings.snapshot_period_s)
         self._tasks = BackgroundTasks(
             reporter=reporter.run(),
             plan_follower=PlanFollower(self._state).run(),
@@ -206,7 +211,16 @@ def build_replica(
     request_router_class: str,
     request_router_kwargs: dict[str, Any],
 ) -> serve.Application:
-    """A deployment of ``count`` replicas, to be bound into the service's application."""
+    """A deployment of ``count`` replicas, to be bound into the service's application.
+
+    Deployed again, replicas that run go on if nothing has changed but what is ``CHANGED_IN_PLACE``, routing, or what
+    does not concern them; otherwise Serve replaces them one at a time, each after its turns.
+    """
+    arguments = (
+        config.model.model_dump(mode="json"),
+        config.replica.model_dump(mode="json", exclude=CHANGED_IN_PLACE),
+        store.model_dump(mode="json"),
+    )
     replica, scaling = config.replica, config.replica.autoscaling
     deployment = serve.deployment(
         Replica,
@@ -228,4 +242,11 @@ def build_replica(
             "runtime_env": {"env_vars": replica_environment(config)},
         },
     )
-    return deployment.bind(config.model_dump(mode="json"), store.model_dump(mode="json"))
+    # Serve gives every deployment a version of its own, so that each `serve.run` would replace every replica.
+    return deployment.options(version=version_of(*arguments), _internal=True).bind(*arguments)
+
+
+def version_of(*arguments: dict[str, Any]) -> str:
+    """Equal for replicas that need not be replaced by one another: same arguments, same code."""
+    packages = [version(name) for name in ("wisp", "ray")]
+    return hashlib.sha256(json.dumps([arguments, packages], sort_keys=True).encode()).hexdigest()[:16]

@@ -132,6 +132,7 @@ def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPat
         {},
         policy_app="no-such-app",
         service_began_s=time.time(),
+        service_started_s=time.time(),
     )
     serve.run(application, name=NAME, route_prefix="/ingress")
     yield f"http://127.0.0.1:{ray_serve}/ingress"

@@ -120,7 +120,7 @@ class Reply:
 class Service:
     """An ingress in this process."""
 
-    def __init__(self, *, key_file: Path | None = None, **limits: Any) -> None:
+    def __init__(self, *, key_file: Path | None = None, started_s: float = 0.0, **limits: Any) -> None:
         self.handle, self.own_handle = ScriptedHandle(), ScriptedHandle()
         self.store, self.telemetry = MemoryStore(), Telemetry()
         config = ServiceConfig(
@@ -142,7 +142,13 @@ class Service:
             metrics=IngressMetrics(self.telemetry),
         )
         cluster = Cluster(
-            self.store, [self.handle], lambda: self.handle, self.telemetry, num_replicas=2, stale_after_s=10
+            self.store,
+            [self.handle],
+            lambda: self.handle,
+            self.telemetry,
+            num_replicas=2,
+            stale_after_s=10,
+            service_started_s=started_s,
         )
         self.tenants = tenants
         admin = TenantAdmin(self.store, tenants, {"a": key_file, "b": None})

@@ -44,6 +44,28 @@ def test_every_error_is_told_at_once(tmp_path: Path) -> None:
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("1000", "-1", "replica.vram_budget_bytes: must be above 0, not -1 (Everything a replica may hold"),
+        ("1000", "24 GB", "replica.vram_budget_bytes: takes a whole number (Everything"),
+        ("vram_budget_bytes", "vram_budget", "replica.vram_budget: no such setting; did you mean vram_budget_bytes?"),
+        ("model: {path: m}", "", "model: is needed"),
+        ("{path: m}", "m", "model: takes settings of its own, NAME: VALUE"),
+        ("key_file: k", "key_sha256: sk-my-key", "tenants.0.key_sha256: must match ^[0-9a-f]{64}$ (SHA-256 of the key"),
+        ("1000", "1000, barrier: now", "replica.barrier: takes one of 'balloon', 'drained' (When KV blocks may"),
+        ("1000", "1000, autoscaling: {max_count: 1}", "replica.autoscaling.max_count: must be above 1, not 1 (Most"),
+        ("[{tenant_id: acme, key_file: k}]", "[]", "tenants: needs at least 1"),
+    ],
+)
+def test_an_error_names_the_setting_and_the_fix(tmp_path: Path, old: str, new: str, line: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ServiceConfig.load(write(tmp_path, MINIMAL.replace(old, new)))
+    assert f"\n  {line}" in str(caught.value)
+    assert "sk-my-key" not in str(caught.value)
+    assert "Input should" not in str(caught.value)
+
+
 @pytest.mark.parametrize("key", ["key_sha256: abc, key_file: k", ""])
 def test_a_tenant_has_exactly_one_key(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigurationError):

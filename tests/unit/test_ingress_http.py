@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
 
 from services.ingress.sessions import cache_salt
+from wisp_core.contracts import TurnRecord
 
 
 @pytest.fixture
@@ -157,3 +159,11 @@ async def test_metrics_show_every_process_once_per_family(service: Service) -> N
     assert 'wisp_ingress_turns_total{replica="ingress",status="200",tenant="a"} 1.0' in text
     assert 'wisp_x{replica="replica-0"} 1.0' in text
     assert text.count("# TYPE wisp_x gauge") == 1
+
+
+async def test_status_shows_the_sessions_of_this_run_only() -> None:
+    service = Service(started_s=time.time())
+    await service.store.record_turn(TurnRecord(session_key="a//old", replica_id="r0", at_s=time.time() - 60))
+    await service.store.record_turn(TurnRecord(session_key="a//new", replica_id="r1", at_s=time.time() + 1))
+    rows = json.loads((await service.admin("/wisp/status")).body)["sessions"]
+    assert [row["session_key"] for row in rows] == ["a//new"]

@@ -8,10 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config import HttpSettings, ModelSettings, PolicySettings, ReplicaSettings
-from services.preflight import check_caps, check_model, check_policy, check_port, own_state_dir
+from services.config import HttpSettings, ModelSettings, PolicySettings
+from services.preflight import check_model, check_policy, check_port, own_state_dir
 from wisp_core.errors import ConfigurationError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 CONFIG = """
 state_dir: {directory}/state
@@ -99,20 +98,3 @@ def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["allenai/OLMoE-1B-7B-0924", "gpt2"])
 def test_names_on_the_hub_are_left_to_vllm(name: str) -> None:
     check_model(ModelSettings(path=name))
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"initial_cap": 2}, "replica.initial_cap: 2 slots"), ({"initial_cap": 4, "min_cap": 3}, "replica.min_cap: 3")],
-)
-def test_a_cap_that_the_model_cannot_have_is_named(tmp_path: Path, settings: dict[str, int], named: str) -> None:
-    write_tiny_model(tmp_path, TinyModelConfig(layers=1, experts=8))
-    model, replica = ModelSettings(path=str(tmp_path)), {"vram_budget_bytes": 1000}
-    with pytest.raises(ConfigurationError, match=named + ".*give 4 to 8"):
-        check_caps(model, ReplicaSettings.model_validate(replica | settings))
-    check_caps(model, ReplicaSettings.model_validate(replica | {"initial_cap": 8, "min_cap": 4}))
-
-
-def test_caps_of_a_model_that_only_vllm_may_know_are_left_to_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
-    check_caps(ModelSettings(path=str(tmp_path)), ReplicaSettings(vram_budget_bytes=1000, initial_cap=2))

@@ -1,0 +1,140 @@
+"""What the model's own config.json and vLLM's source tell of a replica's settings before an engine starts.
+
+Only what is certain is refused here; an engine checks the rest, half a minute later.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from services.config import ModelSettings, ReplicaSettings
+from wisp_core.errors import ConfigurationError, UnsupportedModelError
+from wisp_core.planner.model_shape import ModelShape, read_shape
+
+_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+"""Files of vLLM whose classes ``*Args`` hold the names of all serve arguments."""
+_LONGER_THAN_THE_MODEL = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_DENSE_SURE = 0.9
+"""Part of the dense weights, as read from config.json, that an engine has for certain."""
+
+
+def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
+    """Raises ConfigurationError for settings that the model at ``model.path`` or vLLM cannot have."""
+    check_names(replica)
+    if (found := _shape_of(model, replica)) is None:
+        return  # On the hub, or a layout that only vLLM may know.
+    config, shape = found
+    check_caps(shape, replica)
+    max_model_len = _max_model_len(config, shape, replica)
+    check_budget(shape, replica, kv_tokens=0 if config.get("sliding_window") else max_model_len)
+
+
+def check_names(replica: ReplicaSettings) -> None:
+    """Raises ConfigurationError for engine arguments that vLLM does not have."""
+    known = argument_names()
+    problems = []
+    for name in sorted(replica.engine.keys() - known) if known else ():
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+        problems.append(
+            f"replica.engine.{name}: unknown to vLLM"
+            + (f"; did you mean {near[0]}?" if near else "; give the Python name of an argument of `vllm serve`")
+        )
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+@functools.cache
+def argument_names() -> frozenset[str]:
+    """vLLM's serve arguments by their Python names, from its source: importing it takes seconds. Empty if not found."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return frozenset()
+    names: set[str] = set()
+    for source in _SOURCES:
+        path = Path(package.submodule_search_locations[0]) / source
+        if not path.is_file():
+            return frozenset()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names.update(_names_in(node))
+    return frozenset(names)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Fields of a class ``*Args``, or the option that a call of ``add_argument`` adds."""
+    if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
+        fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+        return {target.id for target in fields if isinstance(target, ast.Name)}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        options = (one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        return {option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")}
+    return set()
+
+
+def _shape_of(model: ModelSettings, replica: ReplicaSettings) -> tuple[dict[str, Any], ModelShape] | None:
+    path, engine = Path(model.path) / "config.json", replica.engine
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        shape = read_shape(
+            config, name=model.path, dtype=engine.get("dtype"), kv_dtype=str(engine.get("kv_cache_dtype", "auto"))
+        )
+    except (UnsupportedModelError, ConfigurationError, ValueError):
+        return None
+    return config.get("text_config") or config, shape
+
+
+def check_caps(shape: ModelShape, replica: ReplicaSettings) -> None:
+    """Raises ConfigurationError for a cap outside top-k..E."""
+    for setting, cap in {"initial_cap": replica.initial_cap, "min_cap": replica.min_cap}.items():
+        if cap is not None and not shape.top_k <= cap <= shape.num_experts:
+            raise ConfigurationError(
+                f"replica.{setting}: {cap} slots per layer; a token of {shape.name} needs {shape.top_k} experts of "
+                f"{shape.num_experts}, so give {shape.top_k} to {shape.num_experts}"
+            )
+
+
+def _max_model_len(config: dict[str, Any], shape: ModelShape, replica: ReplicaSettings) -> int:
+    """Tokens of the longest request; 0 if not known. Raises ConfigurationError for more than the model has places."""
+    asked = replica.engine.get("max_model_len")
+    if not isinstance(asked, int) or isinstance(asked, bool):  # vLLM takes "32k" and -1 too
+        return 0
+    is_stretched = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
+    may_be_longer = is_stretched or {**os.environ, **replica.env}.get(_LONGER_THAN_THE_MODEL, "0") not in ("", "0")
+    if 0 < shape.max_positions < asked and not may_be_longer:
+        raise ConfigurationError(
+            f"replica.engine.max_model_len: {asked} tokens; {shape.name} has positions for {shape.max_positions}, so "
+            "give that or less"
+        )
+    return asked
+
+
+def check_budget(shape: ModelShape, replica: ReplicaSettings, kv_tokens: int) -> None:
+    """Raises ConfigurationError if the budget cannot hold the cap's experts beside one request of ``kv_tokens``."""
+    if replica.other_bytes is None:
+        other_bytes = int(_DENSE_SURE * shape.dense_bytes) + replica.activation_bytes
+        other = f"{shape.dense_bytes} of dense weights, {replica.activation_bytes} of activation_bytes"
+    else:
+        other_bytes, other = replica.other_bytes, f"{replica.other_bytes} of other_bytes"
+    kv_bytes = kv_tokens * shape.kv_token_bytes
+    slot_bytes = shape.num_moe_layers * shape.expert_bytes
+    cap = replica.initial_cap or replica.min_cap or shape.top_k
+    needed = other_bytes + kv_bytes + cap * slot_bytes
+    if needed <= replica.vram_budget_bytes:
+        return
+    largest = (replica.vram_budget_bytes - other_bytes - kv_bytes) // slot_bytes
+    fixes = [f"give {needed} or more", "lower replica.engine.max_model_len"]
+    if shape.top_k <= largest < (replica.initial_cap or 0):
+        fixes.append(f"lower replica.initial_cap to {largest} or less")
+    raise ConfigurationError(
+        f"replica.vram_budget_bytes: {replica.vram_budget_bytes} is too small for {other}, "
+        f"{cap * slot_bytes} of {cap} expert slots in each of {shape.num_moe_layers} layers, and {kv_bytes} of KV "
+        f"cache for one request of {kv_tokens} tokens; {', or '.join(fixes)}"
+    )

@@ -1,0 +1,85 @@
+"""What cannot start by config.json or by vLLM's own source is refused before an engine is tried."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import ModelSettings, ReplicaSettings
+from services.preflight_engine import argument_names, check_engine
+from wisp_core.errors import ConfigurationError
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.planner.model_shape import ModelShape, read_shape
+
+MB = 1 << 20
+KV_TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, TinyModelConfig(layers=2, experts=8, moe_intermediate=128, max_positions=2048))
+    return directory
+
+
+@pytest.fixture
+def shape(model: Path) -> ModelShape:
+    return read_shape(json.loads((model / "config.json").read_text()), name="tiny")
+
+
+def check(model: Path, engine: dict[str, Any] | None = None, **replica: Any) -> None:
+    settings = {"vram_budget_bytes": 1 << 30, "engine": {"max_model_len": KV_TOKENS, **(engine or {})}, **replica}
+    check_engine(ModelSettings(path=str(model)), ReplicaSettings.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"initial_cap": 2}, "replica.initial_cap: 2 slots"), ({"initial_cap": 4, "min_cap": 3}, "replica.min_cap: 3")],
+)
+def test_a_cap_that_the_model_cannot_have_is_named(model: Path, settings: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named + ".*give 4 to 8"):
+        check(model, **settings)
+    check(model, initial_cap=8, min_cap=4)
+
+
+def test_arguments_that_vllm_does_not_have_are_all_named(model: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check(model, {"max_num_seq": 4, "block-size": 16, "colour": "red"})
+    for line in ("max_num_seq: unknown to vLLM; did you mean max_num_seqs?", "did you mean block_size?", "colour"):
+        assert line in str(caught.value)
+
+
+def test_arguments_of_engine_and_frontend_are_known() -> None:
+    known = {"max_model_len", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype", "load_format"}
+    assert known | {"enable_auto_tool_choice", "tool_call_parser", "chat_template"} <= argument_names()
+
+
+def test_a_context_longer_than_the_model_s_is_named(model: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"max_model_len: 4096 tokens.*positions for 2048"):
+        check(model, {"max_model_len": 4096})
+    check(model, {"max_model_len": 2048})
+    check(model, {"max_model_len": 4096}, env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+
+
+def test_a_budget_below_the_smallest_pools_is_refused_with_one_that_is_not(model: Path, shape: ModelShape) -> None:
+    slot_bytes, kv_bytes = shape.num_moe_layers * shape.expert_bytes, KV_TOKENS * shape.kv_token_bytes
+    fixed = {"other_bytes": 4 * MB}
+    least_bytes = 4 * MB + shape.top_k * slot_bytes + kv_bytes
+    with pytest.raises(
+        ConfigurationError, match=rf"vram_budget_bytes: {least_bytes - 1} is too.*give {least_bytes} or"
+    ):
+        check(model, vram_budget_bytes=least_bytes - 1, **fixed)
+    check(model, vram_budget_bytes=least_bytes, **fixed)
+    with pytest.raises(ConfigurationError, match=r"lower replica\.initial_cap to 4 or less"):
+        check(model, vram_budget_bytes=least_bytes, initial_cap=8, **fixed)
+    with pytest.raises(ConfigurationError, match=r"of dense weights, 0 of activation_bytes"):
+        check(model, vram_budget_bytes=least_bytes - 4 * MB, activation_bytes=0)
+
+
+def test_what_only_vllm_may_know_is_left_to_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    check(tmp_path, vram_budget_bytes=1000, initial_cap=2)
+    check(Path("org/some-model-on-the-hub"), vram_budget_bytes=1000)
