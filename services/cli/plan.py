@@ -19,6 +19,7 @@ from services.plots import Line, Panel, draw
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import CARDS, Card, card_named, find_card
 from wisp_core.planner.estimate import Estimate
+from wisp_core.planner.model_config import read_config
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.recording import read_recording
@@ -93,32 +94,6 @@ def _request(options: PlanOptions) -> PlanRequest:
         block_size=options.block_size,
         chunk_tokens=options.chunk_tokens,
     )
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """A model's ``config.json``, from a directory or by its Hugging Face name. Raises ConfigurationError."""
-    path = Path(model) / "config.json"
-    if not path.exists():
-        path = _downloaded_config(model)
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--model {model}: {error}") from error
-    return config
-
-
-def _downloaded_config(model: str) -> Path:
-    if Path(model).exists():
-        raise ConfigurationError(f"--model {model}: there is no config.json in it")
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise ConfigurationError(f"--model {model}: no such directory, and huggingface_hub is not installed") from error
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigurationError(f"--model {model}: neither a directory nor found by name: {error}") from error
 
 
 def card_of_this_machine() -> Card:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from wisp_core.engine.pass_tokens import chosen_pass_tokens
 from wisp_core.errors import ConfigurationError
 from wisp_core.pager.expert_loader import LOAD_FORMAT
 from wisp_core.settings import WispSettings
@@ -32,8 +33,8 @@ _GPU = {
 }
 
 
-def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) -> dict[str, Any]:
-    """Complete ``engine_args`` (vLLM's Python names) for an engine whose memory can be resized.
+def paged_engine_args(model: str, engine_args: Mapping[str, Any], settings: WispSettings) -> dict[str, Any]:
+    """Complete ``engine_args`` (vLLM's Python names) for an engine of ``model`` whose memory can be resized.
 
     Raises ConfigurationError for a missing budget and for arguments that WiSP sets itself, all at once.
     """
@@ -46,10 +47,12 @@ def paged_engine_args(engine_args: Mapping[str, Any], settings: WispSettings) ->
     at_start = settings.model_copy(
         update={"cap": None, "bypass_if_it_fits": settings.bypass_if_it_fits and settings.cap is None}
     )
+    pass_tokens = chosen_pass_tokens(model, engine_args, settings)
     return {
         **_defaults(),
         **({"load_format": LOAD_FORMAT} if settings.host_store_dir is not None else {}),
         **engine_args,
+        **({"max_num_batched_tokens": pass_tokens} if pass_tokens is not None else {}),
         **(_CPU if current_platform.is_cpu() else _GPU),
         # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.
         "kv_cache_memory_bytes": settings.vram_budget_bytes,

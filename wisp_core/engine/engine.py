@@ -203,7 +203,8 @@ class WispEngine:
 
     async def _launch(self) -> None:
         request = self._request
-        args = serve_args(request.model, request.served_name, paged_engine_args(request.engine_args, request.settings))
+        engine_args = paged_engine_args(request.model, request.engine_args, request.settings)
+        args = serve_args(request.model, request.served_name, engine_args)
         llm = await asyncio.to_thread(_build, args)
         try:
             self._live = await self._prepare(llm, args)

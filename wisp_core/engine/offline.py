@@ -34,7 +34,9 @@ class OfflineEngine:
 
     def __init__(self, model: str, engine_args: dict[str, Any], settings: WispSettings | None = None) -> None:
         """Start the engine. Raises ConfigurationError when the budget cannot hold κ_min, with the numbers."""
-        arguments = resident_engine_args(engine_args) if settings is None else paged_engine_args(engine_args, settings)
+        arguments = (
+            resident_engine_args(engine_args) if settings is None else paged_engine_args(model, engine_args, settings)
+        )
         self.incarnation = uuid.uuid4().hex[:12]
         self.llm = LLM(model=model, **arguments)
         if not hasattr(self.llm.llm_engine.engine_core, "engine_core"):

@@ -102,3 +102,9 @@ def card_named(product: str) -> Card | None:
     words = set(product.lower().replace("-", " ").split())
     fitting = [card for card in CARDS.values() if words.issuperset(card.name.split("-"))]
     return max(fitting, key=lambda card: len(card.name), default=None)
+
+
+def card_like(product: str, memory_bytes: int) -> Card:
+    """`card_named`, or the profile whose memory is nearest: what to reckon with where a guess is better than none."""
+    named = card_named(product)
+    return named or min(CARDS.values(), key=lambda card: abs(card.memory_bytes - memory_bytes))

@@ -37,7 +37,7 @@ FLOPS_SHARE = 0.3
 CONTEXT_BYTES = 1 << 30
 """CUDA's context, libraries and captured graphs."""
 STAGING_BYTES = 256 << 20
-_ACTIVATION_MARGIN = 1.25
+_ACTIVATION_MARGIN = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from wisp_core.allocation.solver import Solution, feasible_splits, marginals
 from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import Card
+from wisp_core.planner.chunk import CHUNKS, ChunkChoice, choose_chunk
 from wisp_core.planner.estimate import (
     EngineChoice,
     Estimate,
@@ -36,8 +37,6 @@ from wisp_core.simulator.expert_curves import ExpertCurves, RoutingModel, replay
 from wisp_core.simulator.simulation import half_split, simulate
 from wisp_core.simulator.trace import Trace, TraceTurn
 
-CHUNKS = (1024, 2048, 4096, 8192)
-"""Tokens of a prefill pass that are tried: a larger one takes fewer passes and more memory for activations."""
 PRIOR_CURVE_ERROR = 0.15
 """Doubt in misses where the routing is assumed, not measured."""
 MEASURED_CURVE_ERROR = 0.05
@@ -64,7 +63,7 @@ class PlanRequest:
     """The declared turns are as long as this quantile of the workload's."""
     block_size: int = 16
     chunk_tokens: int | None = None
-    """Tokens of a pass; None: the best of `CHUNKS`."""
+    """Tokens of a pass; None: `choose_pass` decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,25 +122,42 @@ class Plan:
         return self.split.cap == self.layout.num_experts
 
 
+def choose_pass(request: PlanRequest) -> ChunkChoice:
+    """Tokens of a prefill pass for an engine of this kind. Raises ConfigurationError when none fits."""
+    return _choose_pass(request, _workload(request), _curves(request))
+
+
 def make_plan(request: PlanRequest) -> Plan:
-    """The best split over all pass sizes. Raises ConfigurationError that says what would make it fit."""
-    trace = _workload(request)
-    curves = request.curves or replay_curves(
+    """The best split. Raises ConfigurationError that says what would make it fit."""
+    trace, curves = _workload(request), _curves(request)
+    try:
+        tokens = _choose_pass(request, trace, curves).chosen.tokens
+    except ConfigurationError:  # which the smallest pass then says in full
+        tokens = request.chunk_tokens or CHUNKS[0]
+    return _plan_with(request, trace, curves, tokens)
+
+
+def _curves(request: PlanRequest) -> ExpertCurves:
+    """Measured ones, or those of the routing that is assumed."""
+    return request.curves or replay_curves(
         RoutingModel(layers=request.shape.num_moe_layers, experts=request.shape.num_experts, top_k=request.shape.top_k),
         max_batch=max(8, 2 ** ceil(log2(request.concurrency))),
     )
-    chunks = CHUNKS if request.chunk_tokens is None else (request.chunk_tokens,)
-    plans, problems = list[Plan](), list[str]()
-    for chunk_tokens in chunks:
-        try:
-            plans.append(_plan_with(request, trace, curves, chunk_tokens))
-        except ConfigurationError as error:
-            problems.append(str(error))
-    if not plans:
-        raise ConfigurationError(problems[0])
-    # A smaller pass that does as well leaves more memory and stalls running turns for less time.
-    best_s = min(plan.chosen.mean_turn_s for plan in plans)
-    return next(plan for plan in plans if plan.chosen.mean_turn_s <= 1.01 * best_s)
+
+
+def _choose_pass(request: PlanRequest, trace: Trace, curves: ExpertCurves) -> ChunkChoice:
+    return choose_chunk(
+        request.shape,
+        request.card,
+        curves,
+        trace,
+        budget_bytes=request.budget_bytes,
+        concurrency=request.concurrency,
+        max_model_len=request.max_model_len,
+        floor_blocks=_floor_blocks(request, trace),
+        block_size=request.block_size,
+        chunks=CHUNKS if request.chunk_tokens is None else (request.chunk_tokens,),
+    )
 
 
 def default_workload(concurrency: int, max_model_len: int) -> Trace:
@@ -186,7 +202,7 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
     except ConfigurationError as error:
         raise ConfigurationError(_what_would_fit(request, choice, outside)) from error
     model = engine_model(request.shape, request.card, choice, curves, layout=layout, pooled_bytes=pooled_bytes)
-    floor = _floor_blocks(request, trace, layout)
+    floor = _floor_blocks(request, trace)
     snapshot, solution = _solve(model, trace, floor)
     if solution is None:
         raise ConfigurationError(_what_would_fit(request, choice, outside, floor_blocks=floor))
@@ -228,12 +244,12 @@ def _with_floor(snapshot: ReplicaSnapshot, floor: int) -> ReplicaSnapshot:
     return snapshot.model_copy(update={"kv": kv})
 
 
-def _floor_blocks(request: PlanRequest, trace: Trace, layout: MemoryLayout) -> int:
+def _floor_blocks(request: PlanRequest, trace: Trace) -> int:
     lengths = trace.turns["prompt_tokens"] + trace.turns["output_tokens"]
     tokens = int(np.quantile(lengths, request.length_quantile))
     return admission_floor_blocks(
         max_model_len=request.max_model_len,
-        block_tokens=layout.block_tokens,
+        block_tokens=request.block_size,
         turn_tokens=[tokens] * request.concurrency,
     )
 
