@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 << 20
 """Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
-_SPARE_CPUS = 2
+_SPARE_CPUS = 1
+"""For a replica that an upgrade adds."""
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 READY_TIMEOUT_S = 300.0
 
@@ -115,7 +116,8 @@ class Service:
 
     def _check_room(self, config: ServiceConfig) -> None:
         """Raises ConfigurationError if Ray cannot place the replicas of ``config``, which Serve would wait for."""
-        for name, needed in (("CPU", ray_cpus(config)), ("GPU", config.num_replicas * config.replica.num_gpus)):
+        needed_gpus = config.num_replicas * config.replica.num_gpus
+        for name, needed in (("CPU", needed_cpus(config)), ("GPU", needed_gpus)):
             found = ray.cluster_resources().get(name, 0.0)
             if needed > found:
                 raise ConfigurationError(
@@ -258,7 +260,12 @@ class Service:
 
 def ray_cpus(config: ServiceConfig) -> int:
     """CPUs that Ray is told of, so that every replica and whatever else runs finds its own: bookkeeping, no limit."""
-    return max(os.cpu_count() or 1, math.ceil(config.most_replicas * config.replica.num_cpus + _SPARE_CPUS))
+    return max(os.cpu_count() or 1, math.ceil(needed_cpus(config) + _SPARE_CPUS))
+
+
+def needed_cpus(config: ServiceConfig) -> float:
+    """CPUs that the parts of a service ask Ray for, ingresses twice: old and new ones overlap in an upgrade."""
+    return config.most_replicas * config.replica.num_cpus + 0.2 * config.http.num_ingresses + 0.2
 
 
 def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:

@@ -12,11 +12,15 @@ from typing import Annotated
 
 import typer
 
-from loadtests.service.results import result_path, write_result
-from wisp_core.errors import WispError
+from loadtests.service.results import merge_results, result_path, write_result
+from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
+Merge = Annotated[
+    list[Path] | None,
+    typer.Option(help="Run nothing: make one file of those of several runs. Give it once for each."),
+]
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
 
@@ -31,11 +35,15 @@ def fairness(
     turns: Annotated[int, typer.Option(min=10, help="Turns of the quiet tenant in each condition.")] = 200,
     b_weight: Annotated[float, typer.Option(help="Weight of the quiet tenant; the others' is 1.")] = 9.0,
     max_condition_s: Annotated[float, typer.Option(help="A condition that takes longer ends, seconds.")] = 600.0,
+    merge: Merge = None,
     output: Output = None,
 ) -> None:
     """What a tenant that floods, and one that thrashes the expert cache, cost another."""
     from loadtests.service.fairness import FairnessConfig, measure, summarize
 
+    if merge:
+        typer.echo(json.dumps(merge_results(output or result_path("fairness"), merge, summarize)))
+        return
     config = FairnessConfig(turns=turns, b_weight=b_weight, max_condition_s=max_condition_s)
     rows = asyncio.run(measure(config, runs, lambda rows: typer.echo(json.dumps(rows[-1]), err=True)))
     summary = summarize(rows)
@@ -47,19 +55,26 @@ def fairness(
 def faults(
     rounds: Annotated[int, typer.Option(min=1, help="Faults, and upgrades, of each kind.")] = 20,
     kinds: Annotated[str | None, typer.Option(help="Such as engine,valkey; else all.")] = None,
+    max_run_s: Annotated[float, typer.Option(help="No fault begins later, seconds.")] = 36_000.0,
+    merge: Merge = None,
     output: Output = None,
 ) -> None:
     """Kill parts of a service while turns run: lost turns, recovery times, and the answers' tokens."""
-    from loadtests.service.faults import FaultsConfig, measure, summarize
+    from loadtests.service.faults import ALL_KINDS, FaultsConfig, measure, summarize
 
-    config = (
-        FaultsConfig(rounds=rounds) if kinds is None else FaultsConfig(rounds=rounds, kinds=tuple(kinds.split(",")))
-    )
-    rows = measure(config, lambda text: typer.echo(text, err=True))
-    summary = summarize(rows)
-    write_result(output or result_path("faults"), "faults", asdict(config), rows, summary)
+    path = output or result_path("faults")
+    if merge:
+        summary = merge_results(path, merge, summarize)
+    else:
+        chosen = tuple(ALL_KINDS if kinds is None else kinds.split(","))
+        if unknown := set(chosen) - set(ALL_KINDS):
+            raise ConfigurationError(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(ALL_KINDS)}")
+        config = FaultsConfig(rounds=rounds, kinds=chosen, max_run_s=max_run_s)
+        rows = measure(config, lambda text: typer.echo(text, err=True))
+        summary = summarize(rows)
+        write_result(path, "faults", asdict(config), rows, summary)
     typer.echo(json.dumps(summary))
-    raise typer.Exit(int(bool(summary["lost_turns"] or summary["answers_above_gap"])))
+    raise typer.Exit(int(any(summary[key] for key in ("lost_turns", "answers_above_gap", "not_recovered"))))
 
 
 @app.command()

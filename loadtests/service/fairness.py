@@ -264,13 +264,15 @@ async def measure(
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the runs of B's 95th percentiles, over those alone in the same run."""
     counted = [row for row in rows if "condition" in row]
-    by = {(row["run"], row["condition"]): row for row in counted}
-    runs = sorted({row["run"] for row in counted})
+    by = {((row.get("part", 1), row["run"]), row["condition"]): row for row in counted}
+    runs = sorted({run for run, _ in by})
 
     def ratio(condition: str, figure: str) -> float:
         return quantile([by[run, condition][figure] / by[run, "alone"][figure] for run in runs], 0.5)
 
     return {
+        "runs": len(runs),
+        "least_turns": min(row["turns"] for row in counted),
         "flood_ttft_p95_ratio": ratio("flood", "ttft_p95_s"),
         "flood_time_per_token_p95_ratio": ratio("flood", "time_per_token_p95_s"),
         "thrash_ttft_p95_ratio": ratio("thrash", "ttft_p95_s"),

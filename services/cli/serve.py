@@ -37,8 +37,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then stop cleanly. Raises ConfigurationError."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, redis_url)
-    # Until it runs, a signal interrupts the start.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_by_signals()
     typer.echo(f"wisp: starting {config.num_replicas} replicas of {config.model.name}", err=True)
     with checked_start(config), Service(config) as service:
         stopped = catch_stop_signals()
@@ -48,6 +47,17 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
             service.tend()
             upgrades.look()
         typer.echo("wisp: stopping", err=True)
+
+
+def interrupt_by_signals() -> None:
+    """Have SIGINT and SIGTERM interrupt the start, and say so: stopping what has been started takes seconds."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        typer.echo("wisp: interrupted, stopping", err=True)
+        signal.default_int_handler(signum, frame)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def catch_stop_signals() -> threading.Event:

@@ -35,6 +35,11 @@ def test_equal_configs_give_equal_bytes_and_another_seed_gives_others(model_dir:
     assert _digests(tmp_path / "other")["model.safetensors"] != _digests(model_dir)["model.safetensors"]
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(model_dir: Path) -> None:
+    modes = {path.name: path.stat().st_mode for path in model_dir.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_every_topic_word_is_one_token_of_its_slice(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     words = list(itertools.chain.from_iterable(CONFIG.topic_words(topic) for topic in range(CONFIG.topics)))

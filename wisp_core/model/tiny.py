@@ -100,8 +100,11 @@ def write_tiny_model(directory: Path, config: TinyModelConfig) -> None:
         raise ConfigurationError(f"{directory} cannot be made: {error.strerror}; give another directory") from error
     dtype = getattr(torch, config.dtype)
     tensors = {name: torch.from_numpy(array).to(dtype, copy=True) for name, array in _tensors(config)}
-    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(tensors, str(weights), metadata={"format": "pt"})
     _write_json(directory / "config.json", _hf_config(config))
+    # safetensors lets nobody else read what it writes; what is made here is no secret.
+    weights.chmod((directory / "config.json").stat().st_mode & 0o777)
     generation = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, "do_sample": True}
     _write_json(directory / "generation_config.json", generation)
     tiny_tokenizer.write_tokenizer(
