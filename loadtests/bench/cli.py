@@ -83,7 +83,20 @@ _PREFETCH_COLUMNS = (
     "output_hash",
 )
 _RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
-_BUDGET_COLUMNS = ("mode", "budget_bytes", "peak_gpu_bytes", "is_within_budget", "ballast_bytes", "pooled_bytes")
+_BUDGET_COLUMNS = (
+    "measure",
+    "budget_bytes",
+    "cap",
+    "batch",
+    "prompt_tokens",
+    "ms_per_step",
+    "last_first_token_ms",
+    "planned_ms",
+    "planned_over_measured",
+    "peak_gpu_bytes",
+    "is_within_budget",
+    "is_layout_as_planned",
+)
 _IDENTITY_COLUMNS = ("mode", "has_graphs", "is_resized", "cap", "prompts", "output_hash")
 
 
@@ -202,16 +215,17 @@ def latency(
 def budget(
     model: Model = None,
     vram_budget_gb: Annotated[str | None, typer.Option(help="Budgets, 1e9 bytes, such as 16,24.")] = None,
+    routing: Routing = "trace",
     output: Output = None,
     log_dir: Logs = None,
     host_memory_gb: HostMemory = None,
     deadline_s: Deadline = None,
 ) -> None:
-    """Peak of GPU memory as the driver counts it, while another process holds the rest of the card (GPU)."""
+    """What `wisp plan` says of a budget against what an engine does in it, the rest of the card being taken (GPU)."""
     if not configs.is_gpu_machine():
         raise ConfigurationError("`wisp bench budget` needs a GPU")
     config = configs.budget_h200()
-    config = dataclasses.replace(config, engine=_engine(config.engine, model, "real", host_memory_gb))
+    config = dataclasses.replace(config, engine=_engine(config.engine, model, routing, host_memory_gb))
     if vram_budget_gb is not None:
         config = dataclasses.replace(
             config, budgets_bytes=tuple(int(gb * 1e9) for gb in options.floats(vram_budget_gb))

@@ -93,16 +93,20 @@ class ResizeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """Memory that the system counts while everything happens that takes memory."""
+    """What `wisp plan` says of a budget, what the engine then does in it, and the memory that the system counts."""
 
     name: str = "budget"
     engine: EngineConfig
     budgets_bytes: tuple[int, ...]
-    prompt_tokens: int = 8000
-    batch: int = 8
+    batches: tuple[int, ...] = (1, 4, 8)
+    decode_prompt_tokens: int = 32
+    warmup_tokens: int = 12
+    timed_tokens: int = 24
+    prompt_tokens: tuple[int, ...] = (128, 2000, 8000)
+    repeats: int = 1
+    enough_s: float = 5.0
     resizes: int = 5
     max_model_len: int = 8192
-    chunk_tokens: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +179,9 @@ def resize_cpu() -> ResizeConfig:
 
 
 def budget_h200() -> BudgetConfig:
-    """A 30B-A3B shape in 16, 24 and 48 GB of a larger card, whose rest another process holds."""
+    """A 30B-A3B shape in 12 to 48 GB of a larger card, whose rest another process holds."""
     engine = gpu_engine("qwen3-30b-a3b", kv_bytes=0)
-    return BudgetConfig(engine=engine, budgets_bytes=(16 * 10**9, 24 * 10**9, 48 * 10**9))
+    return BudgetConfig(engine=engine, budgets_bytes=tuple(gb * 10**9 for gb in (16, 24, 48, 12)))
 
 
 def identity_h200() -> IdentityConfig:

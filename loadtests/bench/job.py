@@ -92,16 +92,15 @@ class ResizeJob(_Job):
 
 
 class BudgetJob(_Job):
-    """Load, decode, prefill and resize beside a process that leaves no more than the budget."""
+    """Plan, load, decode, prefill and resize beside a process that leaves no more than the budget."""
 
     kind: str = "budget"
-    engine: EngineJob
+    engine: EngineJob = Field(description="Without tokens of a pass: the engine chooses them.")
     wisp: dict[str, object] = Field(description="Settings of the paged engine, with its budget.")
-    prompt_tokens: int
-    batch: int
+    trace: TraceJob | None = Field(description="None: the model's own router decides.")
+    decode: DecodeJob = Field(description="Its caps are the plan's.")
+    prefill: PrefillJob = Field(description="Its cap and tokens of a pass are the plan's.")
     resizes: int
-    vocab_size: int
-    seed: int
 
 
 class IdentityJob(_Job):

@@ -168,22 +168,46 @@ def resize_jobs(config: ResizeConfig, model: Model) -> list[NamedJob]:
 
 
 def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:
-    """One engine that WiSP sizes in each budget."""
-    engine_args = {
-        "max_model_len": config.max_model_len,
-        "max_num_batched_tokens": config.chunk_tokens,
-        "enable_prefix_caching": False,
-    }
+    """One engine that WiSP plans and sizes in each budget."""
+    positions = max(config.prompt_tokens) + 2
+    trace = _trace(config.engine, model.shape, max(config.batches), positions)
+    with_graphs = _with_graphs(config.engine, config.batches)
+    args = {"max_model_len": config.max_model_len, "max_num_seqs": max(config.batches), "enable_prefix_caching": False}
+    engine = _sized_engine_job(with_graphs, model, args)
+    decode = DecodeJob(
+        engine=engine,
+        trace=trace,
+        caps=(),
+        batches=config.batches,
+        prompt_tokens=config.decode_prompt_tokens,
+        warmup_tokens=config.warmup_tokens,
+        timed_tokens=config.timed_tokens,
+        compared_tokens=config.warmup_tokens + config.timed_tokens,
+        vocab_size=model.shape.vocab_size,
+        seed=_SEED,
+    )
+    prefill = PrefillJob(
+        engine=engine,
+        trace=trace,
+        cap=0,
+        batches=(1,),
+        prompt_tokens=config.prompt_tokens,
+        chunk_tokens=(),
+        max_total_tokens=max(config.prompt_tokens),
+        repeats=config.repeats,
+        enough_s=config.enough_s,
+        vocab_size=model.shape.vocab_size,
+        seed=_SEED,
+    )
     jobs: list[NamedJob] = []
     for budget_bytes in config.budgets_bytes:
         job = BudgetJob(
-            engine=_sized_engine_job(config.engine, model, engine_args),
+            engine=engine,
             wisp={"vram_budget_bytes": budget_bytes, "bypass_if_it_fits": False, **config.engine.wisp},
-            prompt_tokens=config.prompt_tokens,
-            batch=config.batch,
+            trace=trace,
+            decode=decode,
+            prefill=prefill,
             resizes=config.resizes,
-            vocab_size=model.shape.vocab_size,
-            seed=_SEED,
         )
         jobs.append((f"paged-in-{budget_bytes / 1e9:g}-gb", job))
     return jobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from loadtests.bench.modes import BASELINES, Mode
@@ -35,7 +35,7 @@ def prefill_summary(rows: Sequence[Row]) -> dict[str, Any]:
     for row in good:
         if row["mode"] != Mode.PAGED:
             continue
-        bound_ms = row["passes"] * row["offloaded_bytes"] / row["link_bytes_per_s"] * 1e3
+        bound_ms = _pass_bound_ms(row)
         same = [other for other in good if all(other[key] == row[key] for key in _PREFILL_KEYS)]
         fastest = min((r["last_first_token_ms"] for r in same if r["mode"] in _BASELINES), default=None)
         figures.append(
@@ -66,12 +66,40 @@ def resize_summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def budget_summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Whether each budget held, and how much of it the peak took."""
+    """Whether each budget held, how much of it the peak took, and how far the plan was off."""
     good = [row for row in rows if "error" not in row]
+    memory = [row for row in good if row["measure"] == "memory"]
+    kept = {_budget(row): row["peak_gpu_bytes"] / row["budget_bytes"] for row in memory}
+    prefill = [row for row in good if row["measure"] == "first token"]
     return {
-        "peak_over_budget": {f"{r['budget_bytes'] / 1e9:g} GB": r["peak_gpu_bytes"] / r["budget_bytes"] for r in good},
-        "are_budgets_kept": bool(good) and all(row["is_within_budget"] for row in good),
+        "peak_over_budget": kept,
+        "are_budgets_kept": bool(memory) and all(row["is_within_budget"] for row in memory),
+        "is_kv_as_planned": {_budget(row): row["is_layout_as_planned"] for row in memory},
+        "pass_tokens": {_budget(row): row["pass_tokens"] for row in memory},
+        "decode_planned_over_measured": _range(row for row in good if row["measure"] == "decode step"),
+        "first_token_planned_over_measured": _range(prefill),
+        "first_token_stretch": [
+            {key: row[key] for key in ("budget_bytes", "cap", "prompt_tokens", "chunk_tokens")}
+            | {"stretch": row["last_first_token_ms"] / _pass_bound_ms(row)}
+            for row in prefill
+            if row["offloaded_bytes"]
+        ],
     }
+
+
+def _budget(row: Row) -> str:
+    return f"{row['budget_bytes'] / 1e9:g} GB"
+
+
+def _range(rows: Iterable[Row]) -> tuple[float, float] | None:
+    """Least and greatest planned over measured time."""
+    ratios = [row["planned_over_measured"] for row in rows]
+    return (min(ratios), max(ratios)) if ratios else None
+
+
+def _pass_bound_ms(row: Row) -> float:
+    """Passes times bytes that are not resident, over the link."""
+    return float(row["passes"] * row["offloaded_bytes"] / row["link_bytes_per_s"] * 1e3)
 
 
 def identity_summary(rows: Sequence[Row]) -> dict[str, Any]:

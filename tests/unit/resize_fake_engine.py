@@ -46,7 +46,12 @@ class FakeEngine:
 
     def facts(self) -> LayoutReport:
         return LayoutReport(
-            layout=LAYOUT, budget_bytes=BUDGET_BYTES, other_bytes=0, worker_pid=1, emulated_link_bytes_per_s=None
+            layout=LAYOUT,
+            budget_bytes=BUDGET_BYTES,
+            other_bytes=0,
+            measured_other_bytes=0,
+            worker_pid=1,
+            emulated_link_bytes_per_s=None,
         )
 
     @property

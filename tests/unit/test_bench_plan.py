@@ -133,8 +133,13 @@ def test_an_identity_run_asks_the_same_of_every_engine(tmp_path: Path) -> None:
 def test_a_budget_run_has_an_engine_for_each_budget(tmp_path: Path) -> None:
     jobs = budget_jobs(configs.budget_h200(), find_model("qwen3-30b-a3b", tmp_path))
     budgets = [job.wisp["vram_budget_bytes"] for _, job in jobs if isinstance(job, BudgetJob)]
-    assert budgets == [16 * 10**9, 24 * 10**9, 48 * 10**9]
-    assert len({name for name, _ in jobs}) == 3
+    assert sorted(budgets) == [12 * 10**9, 16 * 10**9, 24 * 10**9, 48 * 10**9]
+    assert len({name for name, _ in jobs}) == 4
+    for _, job in jobs:
+        assert isinstance(job, BudgetJob)
+        assert "max_num_batched_tokens" not in job.engine.engine_args, "the product chooses the tokens of a pass"
+        assert job.engine.engine_args["max_model_len"] > max(job.prefill.prompt_tokens)
+        assert job.trace is not None
 
 
 def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:

@@ -96,14 +96,37 @@ def test_a_results_file_holds_what_the_claim_needs(tmp_path: Path, capsys: pytes
 
 
 def test_a_budget_is_kept_by_every_engine_or_not() -> None:
-    rows: list[Row] = [
-        {"mode": "paged", "budget_bytes": 16e9, "peak_gpu_bytes": 15e9, "is_within_budget": True},
-        {"mode": "paged", "budget_bytes": 24e9, "peak_gpu_bytes": 25e9, "is_within_budget": False},
+    sizes = {"mode": "paged", "measure": "memory", "is_layout_as_planned": True, "pass_tokens": 4096}
+    rows = [
+        sizes | {"budget_bytes": 16e9, "peak_gpu_bytes": 15e9, "is_within_budget": True},
+        sizes | {"budget_bytes": 24e9, "peak_gpu_bytes": 25e9, "is_within_budget": False},
     ]
     assert budget_summary(rows[:1])["are_budgets_kept"]
     assert not budget_summary(rows)["are_budgets_kept"]
     assert not budget_summary([])["are_budgets_kept"]
     assert budget_summary(rows)["peak_over_budget"] == {"16 GB": 15 / 16, "24 GB": 25 / 24}
+
+
+def test_a_budget_run_says_how_far_its_plan_was_off() -> None:
+    step = {"mode": "paged", "measure": "decode step", "budget_bytes": 16e9}
+    prompt = {
+        "mode": "paged",
+        "measure": "first token",
+        "budget_bytes": 16e9,
+        "cap": 16,
+        "prompt_tokens": 8000,
+        "chunk_tokens": 4096,
+        "passes": 2,
+        "offloaded_bytes": 50e9,
+        "link_bytes_per_s": 50e9,
+        "last_first_token_ms": 2200.0,
+        "planned_over_measured": 0.95,
+    }
+    rows = [step | {"planned_over_measured": ratio} for ratio in (0.97, 1.04)]
+    found = budget_summary([*rows, prompt, {"mode": "paged", "error": "it ended"}])
+    assert found["decode_planned_over_measured"] == (0.97, 1.04)
+    assert found["first_token_planned_over_measured"] == (0.95, 0.95)
+    assert [round(row["stretch"], 6) for row in found["first_token_stretch"]] == [1.1]
 
 
 def test_answers_are_compared_with_the_resident_engine_of_the_same_kind() -> None:

@@ -52,6 +52,12 @@ def test_a_plan_takes_the_same_pass_and_a_given_one_wins() -> None:
     assert make_plan(given).choice.max_num_batched_tokens == 1024
 
 
+def test_short_contexts_have_a_workload_too() -> None:
+    assert all(
+        choose_pass(request(max_model_len=tokens)).chosen.tokens == max(tokens, 256) for tokens in (64, 512, 1024)
+    )
+
+
 def test_a_budget_without_room_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="more"):
         choose_pass(request(budget_bytes=6 * GB))

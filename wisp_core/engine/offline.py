@@ -14,6 +14,7 @@ from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Signatu
 from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
 from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
+from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
 from wisp_core.engine.vllm_control import LocalControl
@@ -96,6 +97,12 @@ class OfflineEngine:
             plan_revision=resizer.plan_revision,
             is_resizing=False,
         )
+
+    @property
+    def facts(self) -> LayoutReport:
+        """What does not change while it lives."""
+        self._paged()
+        return self._facts
 
     def signatures(self) -> list[Signature]:
         """Signatures of the keys that decoded since the last call; "" is the whole engine."""

@@ -47,6 +47,8 @@ class LayoutReport(Value):
     layout: MemoryLayout
     budget_bytes: int
     other_bytes: int
+    measured_other_bytes: int
+    """What dense weights and activations took at start; ``other_bytes`` is that, or what was configured."""
     worker_pid: int
     emulated_link_bytes_per_s: float | None
 

@@ -53,6 +53,7 @@ class WispWorkerMixin:
         self._wisp_settings = settings
         self._wisp_budget_bytes = 0
         self._wisp_other_bytes = 0
+        self._wisp_measured_other_bytes = 0
         self._wisp_command_seconds = 0.0
         self._wisp_pager: ExpertPager | ResidentExperts
         self._wisp_zeros: RegionForZeros
@@ -78,7 +79,8 @@ class WispWorkerMixin:
         settings = self._wisp_settings
         dense_bytes = dense_parameter_bytes(self.model_runner.get_model())
         activation_bytes = self._wisp_activation_bytes()
-        self._wisp_other_bytes = self._wisp_fixed_bytes(dense_bytes + activation_bytes)
+        self._wisp_measured_other_bytes = dense_bytes + activation_bytes
+        self._wisp_other_bytes = self._wisp_fixed_bytes(self._wisp_measured_other_bytes)
         self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
         specs = self.get_kv_cache_spec()
         group_blocks, block_bytes = block_group(specs, self._wisp_backing().page_bytes)
@@ -156,11 +158,13 @@ class WispWorkerMixin:
             max_kv_blocks=geometry.num_blocks - 1,
             max_model_len=self.vllm_config.model_config.max_model_len,
             max_num_seqs=self.vllm_config.scheduler_config.max_num_seqs,
+            max_pass_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
         )
         return LayoutReport(
             layout=layout,
             budget_bytes=self._wisp_budget_bytes,
             other_bytes=self._wisp_other_bytes,
+            measured_other_bytes=self._wisp_measured_other_bytes,
             worker_pid=os.getpid(),
             emulated_link_bytes_per_s=self._wisp_settings.emulated_link_bytes_per_s,
         ).model_dump()

@@ -37,7 +37,8 @@ FLOPS_SHARE = 0.3
 CONTEXT_BYTES = 1 << 30
 """CUDA's context, libraries and captured graphs."""
 STAGING_BYTES = 256 << 20
-_ACTIVATION_MARGIN = 1.1
+ALLOCATOR_BYTES = 256 << 20
+"""What torch's allocator holds beside the tensors themselves: its segments are never quite full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def other_bytes(shape: ModelShape, choice: EngineChoice) -> int:
     tokens = choice.max_num_batched_tokens
     per_token = 12 * shape.hidden_size + shape.top_k * (3 * shape.moe_intermediate + 2 * shape.hidden_size)
     logits = max(choice.max_num_seqs, 1) * shape.vocab_size * 10  # 16-bit logits, then float32 copies to sample from
-    activations = round((tokens * per_token * 2 + logits) * _ACTIVATION_MARGIN)
+    activations = tokens * per_token * 2 + logits + ALLOCATOR_BYTES
     total = shape.dense_bytes + activations + STAGING_BYTES + CONTEXT_BYTES
     return -(-total // (1 << 20)) * (1 << 20)
 
@@ -104,6 +105,7 @@ def memory_layout(shape: ModelShape, choice: EngineChoice, *, pooled_bytes: int,
         max_kv_blocks=usable_blocks(groups, range_blocks),
         max_model_len=choice.max_model_len,
         max_num_seqs=choice.max_num_seqs,
+        max_pass_tokens=choice.max_num_batched_tokens,
     )
 
 

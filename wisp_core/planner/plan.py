@@ -162,7 +162,8 @@ def _choose_pass(request: PlanRequest, trace: Trace, curves: ExpertCurves) -> Ch
 
 def default_workload(concurrency: int, max_model_len: int) -> Trace:
     """Agents whose contexts grow from a sixteenth of the model's to half of it, with two seconds between turns."""
-    turns, step, output = [], max(1, max_model_len // 16), min(128, max(1, max_model_len // 8))
+    turns, step = [], max(2, max_model_len // 16)
+    output = min(128, step // 2)
     for client in range(concurrency):
         for session in range(8):
             context = step + (client * step) // max(1, concurrency)

@@ -25,7 +25,7 @@ from loadtests.bench.child.identity import run_identity
 from loadtests.bench.child.latency import run_latency
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
-from loadtests.bench.job import JOBS, DecodeJob, LatencyJob, PrefillJob
+from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, PrefillJob
 
 _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
     "decode": run_decode,
@@ -44,7 +44,7 @@ def main(answers: TextIO) -> None:
         request = json.loads(line)
         text = json.loads(Path(request["job"]).read_text())
         job = JOBS[text["kind"]].model_validate(text)
-        if isinstance(job, DecodeJob | PrefillJob | LatencyJob):
+        if isinstance(job, DecodeJob | PrefillJob | LatencyJob | BudgetJob):
             build_replay(job.trace)  # here, so that the processes share it
         # A process forked from one that uses CUDA cannot use it.
         assert not torch.cuda.is_initialized()

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 _INTERVAL_S = 0.05
 
@@ -76,6 +77,6 @@ def _open_nvml() -> tuple[Any, Any]:
 
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(current_platform.visible_device_id_to_physical_device_id(0))
     except pynvml.NVMLError:
         return None, None

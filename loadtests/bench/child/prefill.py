@@ -22,6 +22,13 @@ def prefill_rows(bench: Bench, job: PrefillJob) -> Iterator[Row]:
     """The same, with an engine that runs."""
     bench.set_cap(job.cap)
     bench.memory.restart()
+    yield from prompt_rows(bench, job)
+    if bench.pager is not None:
+        yield _hit_rates(bench, job)
+
+
+def prompt_rows(bench: Bench, job: PrefillJob) -> Iterator[Row]:
+    """Times of prompts, at the cap and memory as they are."""
     for chunk_tokens in sorted(job.chunk_tokens, reverse=True):
         bench.set_chunk_tokens(chunk_tokens)
         for batch in job.batches:
@@ -31,8 +38,6 @@ def prefill_rows(bench: Bench, job: PrefillJob) -> Iterator[Row]:
                 row: Row = {"mode": bench.mode, "batch": batch, "cap": job.cap, "prompt_tokens": prompt_tokens}
                 row |= {"chunk_tokens": chunk_tokens, "passes": -(-batch * prompt_tokens // chunk_tokens)}
                 yield row | _measure(bench, job, batch, prompt_tokens) | bench.facts()
-    if bench.pager is not None:
-        yield _hit_rates(bench, job)
 
 
 def _measure(bench: Bench, job: PrefillJob, batch: int, prompt_tokens: int) -> Row:

@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from loadtests.bench.child.replay import Replay
+from wisp_core.engine import gpu_worker
 from wisp_core.engine.cpu_seeds import CpuSeedsMixin
 from wisp_core.pager.plugin import register
 
@@ -46,3 +47,12 @@ if current_platform.is_cpu():
 
     class BenchCPUWorker(_ReplayMixin, CpuSeedsMixin, CPUWorker):  # type: ignore[misc]
         """On CPU."""
+
+
+def replay_in_wisp_workers() -> None:
+    """Let the engines that WiSP sizes replay too: vLLM finds their worker by its name. Once per process."""
+
+    class ReplayingWispGPUWorker(_ReplayMixin, gpu_worker.WispGPUWorker):
+        """On a GPU, with a budget."""
+
+    gpu_worker.WispGPUWorker = ReplayingWispGPUWorker  # type: ignore[misc]
