@@ -69,6 +69,7 @@ class MemoryLayout(Value):
     )
     max_model_len: int = Field(gt=0, description="Longest request in tokens.")
     max_num_seqs: int = Field(gt=0, description="Most requests running at once.")
+    max_pass_tokens: int = Field(default=2048, gt=0, description="Most tokens of one prefill pass.")
 
     @model_validator(mode="after")
     def _table_covers_every_cap(self) -> Self:
