@@ -9,13 +9,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loadtests.bench.report import result_path, write_result
 from loadtests.bench.runner import Measured
 from wisp_core.errors import ConfigurationError, WispError
+
+if TYPE_CHECKING:
+    from loadtests.placement.live import LiveConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -43,6 +46,10 @@ def placement(
     turns: Annotated[int | None, typer.Option(min=16, help="Turns of each run.")] = None,
     router: Annotated[str | None, typer.Option(help="Live: these only, such as working_set,power_of_two.")] = None,
     work: Annotated[str | None, typer.Option(help="Live: these only, such as topics.")] = None,
+    seed: Annotated[str | None, typer.Option(help="Live: these only, such as 0,1.")] = None,
+    join: Annotated[
+        list[Path] | None, typer.Option(help="Live: measure nothing, join the rows of these files.")
+    ] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Live: where model, state and logs go.")] = None,
     output: Output = None,
 ) -> None:
@@ -51,13 +58,29 @@ def placement(
     A live run adds to the rows that ``output`` has of other routers with the same settings.
     """
     if is_live:
-        _live(turns, router, work, work_dir, output)
+        from services.environment import prepare_driver
+
+        # Ray reads these when it is imported, and the service imports Ray.
+        prepare_driver()
+        from loadtests.placement.live import LiveConfig
+
+        base = LiveConfig() if turns is None else replace(LiveConfig(), num_turns=turns)
+        if join:
+            _join(base, join, output)
+            return
+        config = replace(
+            base,
+            routers=base.routers if router is None else tuple(router.split(",")),
+            works=base.works if work is None else tuple(work.split(",")),
+            seeds=base.seeds if seed is None else tuple(map(int, seed.split(","))),
+        )
+        _live(base, config, work_dir, output)
         return
     from loadtests.placement.simulated import SimulatedConfig, measure, summarize
 
-    config = SimulatedConfig() if turns is None else replace(SimulatedConfig(), num_turns=turns)
-    rows = measure(config, _say)
-    _finish(config, rows, summarize(rows), output)
+    simulated = SimulatedConfig() if turns is None else replace(SimulatedConfig(), num_turns=turns)
+    rows = measure(simulated, _say)
+    _finish(simulated, rows, summarize(rows), output)
 
 
 @app.command()
@@ -88,22 +111,13 @@ def co_schedule(output: Output = None) -> None:
     _finish(CoScheduleConfig(), rows, summarize(rows), output)
 
 
-def _live(turns: int | None, router: str | None, work: str | None, work_dir: Path | None, output: Path | None) -> None:
-    from services.environment import prepare_driver
+def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: Path | None) -> None:
+    """Measure what ``config`` names of ``base``; the file says ``base``, as other runs add the rest."""
+    from loadtests.placement.live import measure, summarize
 
-    # Ray reads these when it is imported, and the service imports Ray.
-    prepare_driver()
-    from loadtests.placement.live import LiveConfig, measure, summarize
-
-    changes: dict[str, Any] = {} if turns is None else {"num_turns": turns}
-    base = replace(LiveConfig(), **changes)
-    config = replace(
-        base,
-        routers=base.routers if router is None else tuple(router.split(",")),
-        works=base.works if work is None else tuple(work.split(",")),
-    )
     path = output or result_path(config.name, "cpu")
-    kept = _rows_of(path, base, config)
+    measured = (config.routers, config.works, config.seeds)
+    kept = [row for row in _rows_of(path, base) if not _is_of(row, *measured)] if path.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(
             config, work_dir or Path(scratch), _say, lambda rows: _write(base, [*kept, *rows], path, summarize)
@@ -111,14 +125,29 @@ def _live(turns: int | None, router: str | None, work: str | None, work_dir: Pat
     _finish(base, [*kept, *rows], summarize([*kept, *rows]), path)
 
 
-def _rows_of(path: Path, base: Any, config: Any) -> list[dict[str, Any]]:
-    """Rows of an earlier run with the same settings that this one does not measure again."""
-    if not path.exists():
-        return []
+def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
+    """One file of what several machines, or parts of one, have measured of ``base``; hardware is that of the first."""
+    from loadtests.placement.live import summarize
+
+    rows = [row for path in paths for row in _rows_of(path, base)]
+    first = json.loads(paths[0].read_text())
+    measured = Measured(rows=rows, hardware=first["hardware"], versions=first["versions"])
+    path = (output or result_path(base.name, "cpu")).resolve()
+    write_result(path, base, first["command"], measured, summarize(rows))
+    typer.echo(json.dumps({"benchmark": base.name, "file": str(path)} | summarize(rows)))
+
+
+def _rows_of(path: Path, base: LiveConfig) -> list[dict[str, Any]]:
+    """Rows of a file. Raises ConfigurationError where its settings are others."""
     content = json.loads(path.read_text())
     if content["config"] != json.loads(json.dumps(asdict(base))):
-        raise ConfigurationError(f"--output {path}: it has figures of other settings; give another file")
-    return [row for row in content["rows"] if row["router"] not in config.routers or row["work"] not in config.works]
+        raise ConfigurationError(f"{path}: it has figures of other settings; give another file")
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
+
+
+def _is_of(row: dict[str, Any], routers: Sequence[str], works: Sequence[str], seeds: Sequence[int]) -> bool:
+    return row["router"] in routers and row["work"] in works and row["seed"] in seeds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,6 +85,8 @@ class _World:
             row_s=0.00066,
             pass_s=1.0,
             pass_tokens=2048.0,
+            max_pass_tokens=2048.0,
+            use_share=self.config.top_k / self.config.num_experts,
             prompt_token_s=4e-5,
             prefill_share=float(rng.random() * 0.3),
             block_tokens=16.0,

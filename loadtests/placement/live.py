@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from openai import AsyncOpenAI
 
 from loadtests.bench.online.config import MODEL, SERVED_NAME
@@ -26,6 +28,12 @@ from wisp_core.store.interface import Store
 Row = dict[str, Any]
 
 _SETTLE_S = 60.0
+_COMPARED = (
+    ("decode_missed_bytes_per_token", "miss"),
+    ("missed_bytes_per_token", "miss_with_prefill"),
+    ("turn_p95_s", "p95_turn"),
+    ("turn_mean_s", "mean_turn"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,43 +59,48 @@ class LiveConfig:
     """Of the workflow's 16 concurrent agents."""
     output_scale: float = 1.5
     time_scale: float = 0.1
-    seed: int = 0
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the work."""
 
 
 def measure(
     config: LiveConfig, directory: Path, say: Callable[[str], None], on_rows: Callable[[list[Row]], None]
 ) -> list[Row]:
-    """A service for each router, which answers each kind of work once; ``on_rows`` gets what there is so far."""
+    """A service for each router, which answers each kind of work of each seed; ``on_rows`` gets what there is so far.
+
+    What routers learn of users goes on from one work to the next, as in a service that lives.
+    """
     write_tiny_model(directory / "model", MODEL)
     rows: list[Row] = []
     for router in config.routers:
         of_service = _service_config(config, directory, RouterName(router))
         with checked_start(of_service), Service(of_service) as service:
-            for label, work in enumerate(config.works):
-                row = asyncio.run(_answer(config, service, _trace(config, work), label))
-                rows.append({"router": router, "work": work, **row})
+            for label, (seed, work) in enumerate(product(config.seeds, config.works)):
+                row = asyncio.run(_answer(config, service, _trace(config, work, seed), label))
+                rows.append({"router": router, "work": work, "seed": seed, **row})
                 on_rows(rows)
-                say(f"{router}, {work}: {row['missed_bytes_per_token'] / 1e6:.2f} MB per token, {row['turns']} turns")
+                per_token = row["decode_missed_bytes_per_token"] / 1e6
+                say(f"{router}, {work}, seed {seed}: {per_token:.2f} MB per token, {row['turns']} turns")
     return rows
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """Ratios of WiSP's router to the others, where both were measured on the same work."""
-    found = {(row["router"], row["work"]): row for row in rows}
+    """WiSP's router over the others: of means over the seeds that both were measured on, and of the worst seed."""
+    found = {(row["router"], row["work"], row["seed"]): row for row in rows}
     summary: Row = {}
-    for baseline, short in ((RouterName.POWER_OF_TWO, "pow2"), (RouterName.CONSISTENT_HASH, "hash")):
-        for work in dict.fromkeys(row["work"] for row in rows):
-            own, other = found.get((RouterName.WORKING_SET, work)), found.get((baseline, work))
-            if own is None or other is None:
-                continue
-            prefix = "" if work == "topics" else f"{work}_"
-            for key, name in (
-                ("decode_missed_bytes_per_token", "miss"),
-                ("missed_bytes_per_token", "miss_with_prefill"),
-                ("turn_p95_s", "p95_turn"),
-                ("turn_mean_s", "mean_turn"),
-            ):
-                summary[f"{prefix}{name}_vs_{short}"] = round(own[key] / other[key], 4)
+    for work in dict.fromkeys(row["work"] for row in rows):
+        prefix = "" if work == "topics" else f"{work}_"
+        for baseline, short in ((RouterName.POWER_OF_TWO, "pow2"), (RouterName.CONSISTENT_HASH, "hash")):
+            seeds = sorted({row["seed"] for row in rows})
+            keys = [((RouterName.WORKING_SET, work, seed), (baseline, work, seed)) for seed in seeds]
+            pairs = [(found[own], found[other]) for own, other in keys if own in found and other in found]
+            for key, name in _COMPARED if pairs else ():
+                own_mean, other_mean = (
+                    float(np.mean([row[key] for row in column])) for column in zip(*pairs, strict=True)
+                )
+                summary[f"{prefix}{name}_vs_{short}"] = round(own_mean / other_mean, 4)
+                worst = max(own[key] / other[key] for own, other in pairs)
+                summary[f"{prefix}{name}_vs_{short}_worst_seed"] = round(worst, 4)
     return summary | {"failed_turns": sum(row["failed_turns"] for row in rows)}
 
 
@@ -125,7 +138,7 @@ async def _settled(config: LiveConfig, store: Store) -> list[ReplicaSnapshot]:
 def _figures(
     trace: Trace, turns: Sequence[TurnFigures], before: Sequence[ReplicaSnapshot], after: Sequence[ReplicaSnapshot]
 ) -> Row:
-    row = turn_figures(turns, trace.phases) | engine_figures(before, after)
+    row = turn_figures(turns, trace.phases, num_planned=len(trace)) | engine_figures(before, after)
     del row["phases"]
     starts = {one.replica_id: one for one in before}
     good = [turn.duration_s for turn in turns if turn.error is None]
@@ -139,7 +152,7 @@ def _figures(
     }
 
 
-def _trace(config: LiveConfig, work: str) -> Trace:
+def _trace(config: LiveConfig, work: str, seed: int) -> Trace:
     workload = workflow(
         config.workflow,
         config.num_turns,
@@ -150,7 +163,7 @@ def _trace(config: LiveConfig, work: str) -> Trace:
         time_scale=config.time_scale,
         is_topic_shared=work == "shuffled",
     )
-    return generate(workload, seed=config.seed)
+    return generate(workload, seed=seed)
 
 
 def _service_config(config: LiveConfig, directory: Path, router: RouterName) -> ServiceConfig:

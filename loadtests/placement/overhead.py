@@ -15,6 +15,7 @@ import numpy as np
 import uvicorn
 
 from loadtests.service.running import free_port
+from services import bare
 from services.app import Service
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
@@ -28,6 +29,7 @@ Row = dict[str, Any]
 
 SERVED_NAME = "tiny-moe"
 _WARM_UP = 50
+_BODY = {"model": SERVED_NAME, "prompt": " a", "max_tokens": 1, "temperature": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class OverheadConfig:
 
 
 def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None]) -> list[Row]:
-    """Rows of latencies: ``direct``, ``service``, and the two parts of the way that are Serve's alone."""
+    """Rows of latencies: ``direct``, ``service``, and ``serve``, a service of Serve's parts alone."""
     write_tiny_model(directory / "model", TinyModelConfig())
     of_service = _service_config(config, directory)
     set_in_this_process(replica_environment(of_service))
@@ -51,14 +53,15 @@ def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None])
     rows = asyncio.run(_direct(config, of_service))
     say("through the service")
     with checked_start(of_service), Service(of_service) as service:
+        bare.start()
         rows += asyncio.run(_through(config, service))
     return rows
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """Medians in milliseconds; Serve's own part is its HTTP path to the ingress plus a call by handle."""
+    """Medians in milliseconds; Serve's own part is an application that only passes bodies on."""
     medians = {row["path"]: row["p50_ms"] for row in rows}
-    serve_ms = medians["serve_http"] + medians["serve_handle"]
+    serve_ms = medians["serve"]
     overhead_ms = medians["service"] - medians["direct"]
     limit_ms = max(3.0, serve_ms + 1.0)
     return {
@@ -109,20 +112,19 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
     headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
     rows = await _ask_both(config, service.url, headers, "service")
     async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        rows.append(await _timed("serve", config.requests, lambda: client.post(f"{bare.ROUTE}/", json=_BODY)))
         rows.append(await _timed("serve_http", config.requests, lambda: client.get("/healthz")))
-    rows.append(await _timed("serve_handle", config.requests, lambda: service.broadcast("health")))
     return rows
 
 
 async def _ask_both(config: OverheadConfig, url: str, headers: dict[str, str], path: str) -> list[Row]:
-    body = {"model": SERVED_NAME, "prompt": " a", "max_tokens": 1, "temperature": 0}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
 
         async def ask(fields: dict[str, Any]) -> None:
             (await client.post("/v1/completions", json=fields)).raise_for_status()
 
-        whole = await _timed(path, config.requests, lambda: ask(body))
-        stream = await _timed(f"{path}_stream", config.requests, lambda: ask(body | {"stream": True}))
+        whole = await _timed(path, config.requests, lambda: ask(_BODY))
+        stream = await _timed(f"{path}_stream", config.requests, lambda: ask(_BODY | {"stream": True}))
     return [whole, stream]
 
 

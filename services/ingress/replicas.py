@@ -1,7 +1,8 @@
 """Calling a replica by handle: the answer's head and pieces, again elsewhere while nothing has been sent.
 
 The other side is ``http(*, path, body, headers, method, session_key, ...)`` of the replica deployment, an async
-generator: first ``{"status": int, "headers": {...}, "replica_id": str}``, then bytes. It raises
+generator: ``{"status": int, "headers": {...}, "replica_id": str}``, then bytes; the head may bring the first of them
+as ``first``, which saves a message. It raises
 EngineUnavailableError when its engine is gone. The keyword arguments of ``services.ingress.placement.Turn`` are for
 the router, which reads them in this process.
 """
@@ -9,6 +10,7 @@ the router, which reads them in this process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
@@ -83,6 +85,11 @@ class Answer:
     first: bytes
     attempts: int = field(default=1)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the first piece is the whole body."""
+        return self.headers.get("content-length") == str(len(self.first))
+
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body. Raises one of ``LOST`` when the replica is lost on the way."""
         if self.first:
@@ -96,6 +103,7 @@ class ReplicaClient:
 
     def __init__(self, handle: ReplicaHandle) -> None:
         self._handle = handle
+        self._endings: set[asyncio.Future[None]] = set()
 
     async def open(self, call: ReplicaCall) -> Answer:
         """Send ``call`` and wait for the first piece of the answer.
@@ -122,6 +130,9 @@ class ReplicaClient:
         """Send ``call`` and wait for the whole answer; a replica lost at any point before its end is replaced."""
         for _ in range(MAX_ATTEMPTS):
             answer = await self.open(call)
+            if answer.is_whole:
+                self._let_end(answer.stream)
+                return answer, answer.first
             try:
                 return answer, b"".join([piece async for piece in answer.pieces()])
             except LOST as error:
@@ -129,6 +140,12 @@ class ReplicaClient:
             finally:
                 answer.stream.cancel()
         raise unavailable("No replica could answer. Please retry.", retry_after_s=2.0)
+
+    def _let_end(self, stream: ReplicaStream) -> None:
+        """Let a call end by itself whose answer is here: cancelled, it would pass for one whose client has gone."""
+        task = asyncio.ensure_future(_drained(stream))
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
     async def _try(self, call: ReplicaCall) -> Answer:
         turn = call.turn
@@ -146,12 +163,18 @@ class ReplicaClient:
             head: dict[str, Any] = await anext(stream)
             if head["status"] == 503:
                 raise EngineUnavailableError("the engine is full")
-            first: bytes = await anext(stream, b"")
+            first: bytes = head["first"] if "first" in head else await anext(stream, b"")
             is_open = True
         finally:
             if not is_open:
                 stream.cancel()
         return Answer(head["status"], head["headers"], head.get("replica_id", ""), stream, first)
+
+
+async def _drained(stream: ReplicaStream) -> None:
+    with contextlib.suppress(*LOST):
+        async for _ in stream:
+            pass
 
 
 async def broadcast(handle: ReplicaHandle, method_name: str, timeout_s: float = 2.0) -> list[Any]:

@@ -62,7 +62,7 @@ class AsgiRequest:
         while True:
             await self._news.wait()
             if not task.done() and not ending.done():
-                await self._coalesce(last_sent_s)
+                await self._coalesce(last_sent_s, task, ending)
             # Looked at before the pieces are taken, so that what comes in between is seen in the next round.
             is_last = task.done() or ending.done()
             self._news.clear()
@@ -78,10 +78,11 @@ class AsgiRequest:
                     task.result()
                 return
 
-    async def _coalesce(self, last_sent_s: float) -> None:
+    async def _coalesce(self, last_sent_s: float, *ends: asyncio.Future[Any]) -> None:
+        """Let more pieces come, but not once there can be no more."""
         remaining_s = last_sent_s + COALESCE_S - time.monotonic()
         if self._pieces and remaining_s > 0:
-            await asyncio.sleep(remaining_s)
+            await asyncio.wait(ends, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _leave(self, task: asyncio.Future[None]) -> None:
         """Tell the app that the client has gone, and make sure that it ends."""

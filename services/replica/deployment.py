@@ -87,7 +87,9 @@ class Replica:
         kv_share: float = 1.0,
         **routing: Any,
     ) -> AsyncGenerator[dict[str, Any] | bytes, None]:
-        """Answer one OpenAI request: ``{"status", "headers", "replica_id"}``, then the body in pieces as they come.
+        """Answer one OpenAI request: ``{"status", "headers", "replica_id", "first"}``, then more pieces as they come.
+
+        ``first`` is the body's first piece: each item by handle costs a millisecond.
 
         ``weight`` and ``kv_share`` are the tenant's, ``routing`` is for the router only. Raises EngineUnavailableError
         when the engine is gone; if nothing was yielded yet, the caller may try elsewhere.
@@ -115,17 +117,18 @@ class Replica:
                         break
                     assert head is not None, "an ASGI app sends its head first"
                     first_piece_s = time.monotonic() - started_s
-                    yield self._head(head)
+                    yield self._head(head, piece)
+                    continue
                 yield piece
         if ended.is_set() or (first_piece_s is None and self._state.engine.is_dead):
             self._state.metrics.count_turn(0, first_piece_s)
             raise EngineUnavailableError("the engine ended during this turn")
         if first_piece_s is None and head is not None:
-            yield self._head(head)
+            yield self._head(head, b"")
         self._state.metrics.count_turn(head.status if head else 0, first_piece_s)
 
-    def _head(self, head: ResponseHead) -> dict[str, Any]:
-        return {"status": head.status, "headers": head.headers, "replica_id": self._state.replica_id}
+    def _head(self, head: ResponseHead, first: bytes) -> dict[str, Any]:
+        return {"status": head.status, "headers": head.headers, "replica_id": self._state.replica_id, "first": first}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook, read by `WorkingSetAutoscaling`; nothing before the first snapshot."""

@@ -28,6 +28,8 @@ def figures(**changes: float) -> ReplicaFigures:
         "row_s": 0.0,
         "pass_s": 0.0,
         "pass_tokens": 100.0,
+        "max_pass_tokens": 100.0,
+        "use_share": 1.0,
         "prompt_token_s": 0.001,
         "prefill_share": 0.0,
         "block_tokens": 16.0,

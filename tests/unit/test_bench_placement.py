@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from loadtests.placement import coschedule, decisions, live, overhead, simulated
+from loadtests.bench.report import write_result
+from loadtests.bench.runner import Measured
+from loadtests.placement import cli, coschedule, decisions, live, overhead, simulated
 from loadtests.placement.decisions import DecisionsConfig
 from loadtests.placement.simulated import SimulatedConfig
 from services.config import RouterName
@@ -54,9 +58,33 @@ def test_simulated_topics_gather_and_nothing_else_changes() -> None:
     assert summary["by_work"]["equal topics"]["mean_turn_vs_pow2"] < 1.15
 
 
-def live_row(router: str, work: str, factor: float) -> dict[str, object]:
+def live_row(router: str, work: str, factor: float, seed: int = 0) -> dict[str, object]:
     keys = ("decode_missed_bytes_per_token", "missed_bytes_per_token", "turn_p95_s", "turn_mean_s")
-    return {"router": router, "work": work, "failed_turns": 1, **dict.fromkeys(keys, factor)}
+    return {"router": router, "work": work, "seed": seed, "failed_turns": 1, **dict.fromkeys(keys, factor)}
+
+
+def test_live_ratios_are_of_seeds_that_both_have() -> None:
+    rows = [live_row(RouterName.WORKING_SET, "topics", value, seed) for seed, value in enumerate((1.0, 3.0, 100.0))]
+    rows += [live_row(RouterName.POWER_OF_TWO, "topics", value, seed) for seed, value in enumerate((2.0, 3.0))]
+    summary = live.summarize(rows)
+    assert (summary["miss_vs_pow2"], summary["miss_vs_pow2_worst_seed"]) == (0.8, 1.0)
+
+
+def test_rows_of_several_live_runs_are_joined(tmp_path: Path) -> None:
+    config = live.LiveConfig()
+    for seed, router in enumerate(("working_set", "working_set", "power_of_two")):
+        measured = Measured(rows=[live_row(router, "topics", 2.0, seed)], hardware={}, versions={})
+        write_result(tmp_path / f"{seed}.json", config, "wisp bench placement --live", measured, {})
+    parts = [word for seed in range(3) for word in ("--join", str(tmp_path / f"{seed}.json"))]
+    with pytest.raises(SystemExit):
+        cli.main(["placement", "--live", *parts, "--output", str(tmp_path / "all.json")])
+    joined = json.loads((tmp_path / "all.json").read_text())
+    assert [(row["router"], row["seed"]) for row in joined["rows"]] == [
+        ("working_set", 0),
+        ("working_set", 1),
+        ("power_of_two", 2),
+    ]
+    assert joined["summary"]["failed_turns"] == 3
 
 
 def test_live_ratios_are_of_the_same_work() -> None:
@@ -78,8 +106,7 @@ def test_overhead_may_be_serve_s_own_part_and_one_millisecond(service_ms: float,
         "direct_stream": 5.0,
         "service": service_ms,
         "service_stream": 20.0,
-        "serve_http": 5.0,
-        "serve_handle": 4.0,
+        "serve": 9.0,
     }
     summary = overhead.summarize([{"path": path, "p50_ms": value} for path, value in medians.items()])
     assert summary["limit_ms"] == 10.0

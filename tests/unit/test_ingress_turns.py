@@ -54,6 +54,24 @@ async def test_an_unstreamed_answer_lost_halfway_is_repeated(service: Service) -
     assert (reply.status, json.loads(reply.body)) == (200, ANSWER)
 
 
+async def test_an_answer_that_comes_whole_with_its_head_waits_for_nothing_more(service: Service) -> None:
+    whole = json.dumps(ANSWER).encode()
+    head = {**HEAD, "headers": {"content-length": str(len(whole))}, "first": whole}
+    has_ended = asyncio.Event()
+
+    async def end() -> bytes:
+        await asyncio.sleep(0.05)
+        has_ended.set()
+        raise RayActorError
+
+    service.handle.scripts = [[head, end]]
+    reply = await service.chat()
+    assert (reply.status, json.loads(reply.body)) == (200, ANSWER)
+    assert not has_ended.is_set()
+    await asyncio.wait_for(has_ended.wait(), 5)
+    assert not service.handle.calls[0].is_cancelled, "the replica's turn has ended, its client has not gone"
+
+
 async def test_attempts_are_bounded_and_end_in_503(service: Service) -> None:
     service.handle.scripts = [[RayActorError()] for _ in range(MAX_ATTEMPTS)]
     reply = await service.chat(stream=True)

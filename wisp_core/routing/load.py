@@ -32,8 +32,10 @@ class Load:
     use_s: Column
     """Per output token and use of an expert without a slot."""
     pass_s: Column
-    """Per prefill pass."""
-    passes_per_token: Column
+    """Of a prefill pass that needs every expert."""
+    max_pass_tokens: Column
+    use_share: Column
+    """Part of a layer's experts that one token uses."""
     prompt_token_s: Column
     """Per prompt token, passes apart."""
     queue: Column
@@ -55,6 +57,12 @@ def expected_turns(turns: Column, mean_turns: Column) -> Column:
     return expected
 
 
+def needed_share(tokens: Column, use_share: Column) -> Column:
+    """Part of the experts that a pass over so many tokens needs, had each token's been drawn anew."""
+    share: Column = -np.expm1(-tokens * use_share)
+    return share
+
+
 def load_of(figures: Mapping[str, Column], weights: RoutingWeights, *, absent_sessions: float = 0.0) -> Load:
     """Derive the loads of replicas.
 
@@ -69,13 +77,15 @@ def load_of(figures: Mapping[str, Column], weights: RoutingWeights, *, absent_se
     pace = 1.0 / (1.0 - figures["prefill_share"])
     places = np.maximum(figures["max_num_seqs"], 1.0)
     together = 1.0 + turns
+    use_share = np.where(figures["use_share"] > 0, figures["use_share"], 1.0)
     return Load(
         turns=turns,
         token_s=pace * (figures["fixed_s"] + figures["row_s"] * (together + turns)),
         copies_s=figures["copy_s"] * figures["copies"],
         use_s=figures["copy_s"] * together,
-        pass_s=figures["pass_s"] * together,
-        passes_per_token=1.0 / np.maximum(figures["pass_tokens"], 1.0),
+        pass_s=figures["pass_s"] / needed_share(np.maximum(figures["pass_tokens"], 1.0), use_share) * together,
+        max_pass_tokens=np.maximum(figures["max_pass_tokens"], 1.0),
+        use_share=use_share,
         prompt_token_s=figures["prompt_token_s"] * together,
         queue=np.maximum(figures["turns"] + 1.0 - places, 0.0) / places,
         waits=1.0 + figures["waiting_turns"],

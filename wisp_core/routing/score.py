@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.routing.fleet import Fleet
-from wisp_core.routing.load import Column, Load
+from wisp_core.routing.load import Column, Load, needed_share
 from wisp_core.routing.union import least_kept, union_misses, union_misses_above
 from wisp_core.routing.views import RoutingRequest, RoutingWeights, Score
 
@@ -63,7 +63,8 @@ def costs(request: RoutingRequest, load: Load, *, tokens: int, missing_tokens: f
         tokens: Its `output_tokens`.
         missing_tokens: Prompt tokens that are not in their prefix cache.
     """
-    passes = np.maximum(missing_tokens * load.passes_per_token, 1.0) if missing_tokens > 0 else 0.0
+    whole, rest = np.divmod(missing_tokens, load.max_pass_tokens)
+    passes = whole * needed_share(load.max_pass_tokens, load.use_share) + needed_share(rest, load.use_share)
     # Turns that wait for blocks already come first.
     length = max(1, request.prompt_tokens + request.max_tokens)
     rounds = np.minimum(np.maximum(load.waits - load.free_tokens / length, 0.0), _MAX_ROUNDS)

@@ -54,9 +54,13 @@ class ReplicaFigures:
     row_s: float
     """Compute of one row of a decode step."""
     pass_s: float
-    """Copies of one prefill pass, and what else does not depend on its length."""
+    """Copies of a mean prefill pass, and what else of it is not compute of its tokens."""
     pass_tokens: float
-    """Tokens of one prefill pass."""
+    """Mean tokens of one prefill pass,"""
+    max_pass_tokens: float
+    """and the most."""
+    use_share: float
+    """Part of a layer's experts that one token uses."""
     prompt_token_s: float
     """Compute of one prompt token."""
     prefill_share: float
@@ -202,6 +206,8 @@ def figures_of(snapshot: ReplicaSnapshot, weights: RoutingWeights) -> ReplicaFig
         row_s=row_s,
         pass_s=pass_s,
         pass_tokens=prefill.tokens / prefill.steps if has_prefilled else nan,
+        max_pass_tokens=layout.max_pass_tokens,
+        use_share=layout.top_k / layout.num_experts,
         prompt_token_s=prompt_token_s,
         prefill_share=_prefill_share(snapshot),
         block_tokens=layout.block_tokens,
