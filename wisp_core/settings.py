@@ -74,6 +74,11 @@ class WispSettings(BaseModel):
         gt=0,
         description="GPU only: most host memory that experts may lock. None: what the system reports as available.",
     )
+    lock_host_memory: bool = Field(
+        default=True,
+        description="GPU only: page-lock the experts in host memory, so that kernels read them in place. Without it, "
+        "and where CUDA refuses it, the host copies what each layer needs, which is many times slower.",
+    )
     host_store_dir: str | None = Field(
         default=None,
         description="Directory of a memory file system (/dev/shm) in which this host's replicas keep one copy of the "

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.reference import StepCounts
-from wisp_core.pager.device.staging import _runs
+from wisp_core.pager.device.staging import _runs, experts_in_no_slot
 from wisp_core.pager.device.state import Path
 from wisp_core.pager.device.statistics import HALF_LIFE_STEPS, RecentCurve, Sums
 from wisp_core.pager.host_store import HostStore
@@ -45,6 +45,11 @@ def test_the_recent_curve_starts_anew_after_a_reset() -> None:
     curve.update(sums(10, [20, 10, 10]))
     curve.update(sums(2, [0, 0, 2]))
     assert curve.misses_by_cap() == (2.0, 2.0, 2.0)
+
+
+def test_experts_that_a_plan_found_no_slot_for_are_named_once() -> None:
+    assert experts_in_no_slot(torch.tensor([[3, 8 + 5], [8 + 0, 8 + 5]], dtype=torch.int32), num_experts=8) == [0, 5]
+    assert experts_in_no_slot(torch.tensor([[3, 7]], dtype=torch.int32), num_experts=8) == []
 
 
 def test_neighbouring_experts_are_one_copy() -> None:

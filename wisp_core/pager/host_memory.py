@@ -19,6 +19,11 @@ class HostMemory(Protocol):
         """Whether the tensors hold their final content already, since another process has loaded them."""
         ...
 
+    @property
+    def is_in_reach(self) -> bool:
+        """Whether kernels can read the tensors where they are; final once all layers are there."""
+        ...
+
     def creating(self) -> AbstractContextManager[Any]:
         """While open, vLLM creates the parameters of a layer in memory that it may load them into."""
         ...
@@ -38,6 +43,8 @@ class HostMemory(Protocol):
 
 class PageableMemory:
     """For a CPU engine: ordinary memory, and with ``files`` the shared copy once a layer is loaded."""
+
+    is_in_reach = True
 
     def __init__(self, files: HostFiles | None = None) -> None:
         self._files = files

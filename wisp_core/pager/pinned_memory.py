@@ -3,10 +3,14 @@
 torch's pinned allocator rounds sizes up to powers of two, and rows that start off 128 bytes cross the link 4 % slower;
 so experts get mappings of their own, on huge pages where the system grants them. Replicas on one host can share them
 instead (`wisp_core.pager.host_files`).
+
+Where CUDA refuses to lock them, experts stay in ordinary memory, out of the device's reach, and the host copies what a
+step needs (`wisp_core.pager.device.unlocked_runner`): the same answers, much slower.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import weakref
@@ -22,6 +26,8 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.memory.populate import populate
 from wisp_core.pager.host_files import ALIGNMENT_BYTES, HostFiles, file_system_type
 
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
+
 _SPARE_BYTES = 1 << 30
 """What the preflight leaves to the rest of the machine."""
 
@@ -31,11 +37,14 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 class PinnedMemory:
     """Makes page-locked host tensors, and refuses before the machine runs out of memory."""
 
-    def __init__(self, budget_bytes: int | None = None, files: HostFiles | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int | None = None, files: HostFiles | None = None, *, is_locking: bool = True
+    ) -> None:
         """Use at most ``budget_bytes``; None: what the system reports as available at each allocation.
 
-        With ``files``, tensors are those that the host's replicas share; what another process has loaded takes no
-        further memory and is not counted. Raises ConfigurationError when those lie on a disk.
+        Without ``is_locking`` nothing is locked, as where CUDA refuses to. With ``files``, tensors are those that the
+        host's replicas share; what another process has loaded takes no further memory and is not counted. Raises
+        ConfigurationError when those lie on a disk.
         """
         if files is not None and file_system_type(files.directory) not in _MEMORY_FILE_SYSTEMS:
             raise ConfigurationError(
@@ -45,6 +54,7 @@ class PinnedMemory:
             )
         self._budget_bytes = budget_bytes
         self._files = files
+        self.is_in_reach = is_locking
         self._locked: list[torch.Tensor] = []
         self.used_bytes = 0
         # Not at exit: the driver may be gone by then, and the process's end unlocks everything.
@@ -53,7 +63,7 @@ class PinnedMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A page-locked tensor, valid as long as this object lives.
 
-        Raises ConfigurationError, with the numbers, when it does not fit or CUDA refuses to lock it.
+        Raises ConfigurationError, with the numbers, when it does not fit. `is_in_reach` says whether it is locked.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         self._check(num_bytes)
@@ -74,7 +84,7 @@ class PinnedMemory:
         return dict(tensors) if self._files is None else self._files.publish(layer, tensors)
 
     def attach(self, layer: int) -> dict[str, torch.Tensor]:
-        """See `wisp_core.pager.host_memory.HostMemory`. Raises ConfigurationError when CUDA refuses to lock it."""
+        """See `wisp_core.pager.host_memory.HostMemory`."""
         assert self._files is not None, "only a shared copy is ever filled by others"
         tensors = self._files.attach(layer)
         for tensor in tensors.values():
@@ -87,17 +97,28 @@ class PinnedMemory:
             self._files.finish()
 
     def _lock(self, tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"host memory: CUDA cannot page-lock {tensor.nbytes} bytes after {self.used_bytes} ({error}); a GPU "
-                "reads experts in place, so they must be: raise the limit of locked memory (ulimit -l, or the "
-                "container's)"
-            ) from error
-        self._locked.append(tensor)
+        """Lock it; once CUDA has refused, that and all later ones stay as they are."""
+        if self.is_in_reach:
+            try:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+            except RuntimeError as error:
+                self._warn(tensor.nbytes, error)
+                self.is_in_reach = False
+            else:
+                self._locked.append(tensor)
         self.used_bytes += tensor.nbytes
         return tensor
+
+    def _warn(self, num_bytes: int, error: RuntimeError) -> None:
+        logger.warning(
+            "WiSP: CUDA cannot page-lock %d bytes of host memory after %d (%s), so the GPU cannot read experts in "
+            "place: the host copies what each layer needs, without CUDA graphs. Answers are the same, decoding is many "
+            "times slower. To mend it, raise the limit of locked memory (ulimit -l unlimited; docker run --ulimit "
+            "memlock=-1; under WSL, memory= in .wslconfig) and start again",
+            num_bytes,
+            self.used_bytes,
+            error,
+        )
 
     def _pages(self, num_bytes: int) -> torch.Tensor:
         if self._files is not None:

@@ -160,6 +160,12 @@ class Staging:
         return flat[: self.group_size * host[0].numel()].view(self.group_size, *host.shape[1:])
 
 
+def experts_in_no_slot(slot_ids: torch.Tensor, num_experts: int) -> list[int]:
+    """Experts that a plan has marked as ``num_experts + expert``, ascending. Waits for the device."""
+    marked = np.unique(slot_ids.cpu().numpy())
+    return (marked[marked >= num_experts] - num_experts).tolist()
+
+
 def _runs(experts: list[int]) -> list[tuple[int, int, int]]:
     """``(position, first expert, last expert + 1)`` of each run of consecutive experts."""
     runs: list[tuple[int, int, int]] = []
