@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 ROUNDS ?= 20
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
-.PHONY: help demo test check soak bench clean
+.PHONY: help demo test check soak load bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -42,15 +42,18 @@ check: $(STAMP) ## format, lint, types, import rules, README's paths
 
 soak: $(STAMP) ## faults, streams, broken requests and greedy tenants, an hour or more; ROUNDS=20
 	@echo "==> soak: $(ROUNDS) faults of each kind, then 1000 streams, 10000 broken requests, tenants, Locust"
-	@$(BIN)/wisp bench faults --rounds $(ROUNDS)
-	@$(BIN)/wisp bench streams
-	@$(BIN)/wisp bench malformed
-	@$(BIN)/wisp bench fairness
-	@$(BIN)/wisp load --start --users 8 --run-time 120s
+	@failed=""; for run in "bench faults --rounds $(ROUNDS)" "bench streams" "bench malformed" "bench fairness" \
+		"load --start --users 8 --run-time 120s"; do \
+		echo "==> wisp $$run"; $(BIN)/wisp $$run || failed="$$failed; wisp $$run"; \
+	done; if [ -n "$$failed" ]; then echo "==> failed$$failed"; exit 1; fi
 
-bench: $(STAMP) ## Locust sessions against a service of its own, with the service's figures
-	@echo "==> wisp load --start"
+load: $(STAMP) ## Locust sessions against a service of its own, with the service's figures
+	@echo "==> wisp load --start --users 8 --run-time 60s $(ARGS)"
 	@$(BIN)/wisp load --start --users 8 --run-time 60s $(ARGS)
+
+bench: $(STAMP) ## one benchmark, such as ARGS="fairness --runs 1"; without ARGS the list of them
+	@echo "==> wisp bench $(or $(ARGS),--help)"
+	@$(BIN)/wisp bench $(or $(ARGS),--help)
 
 clean: ## the venv, caches and local state
 	rm -rf $(VENV) .wisp .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

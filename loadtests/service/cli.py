@@ -39,7 +39,7 @@ def fairness(
     output: Output = None,
 ) -> None:
     """What a tenant that floods, and one that thrashes the expert cache, cost another."""
-    from loadtests.service.fairness import FairnessConfig, measure, summarize
+    from loadtests.service.fairness import FairnessConfig, holds, measure, summarize
 
     if merge:
         typer.echo(json.dumps(merge_results(output or result_path("fairness"), merge, summarize)))
@@ -49,6 +49,7 @@ def fairness(
     summary = summarize(rows)
     write_result(output or result_path("fairness"), "fairness", asdict(config), rows, summary)
     typer.echo(json.dumps(summary))
+    raise typer.Exit(int(not holds(summary)))
 
 
 @app.command()

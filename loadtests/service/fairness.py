@@ -29,6 +29,8 @@ from wisp_core.model.tiny_tokenizer import topic_words
 
 MODEL = "tiny"
 FLOOD_FACTOR = 20
+MOST = 1.3
+"""Times its value alone, to which another tenant may move what a tenant sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ class Fairness:
             yield done
 
     async def retry_after_is_right(self) -> bool:
-        """After A's limits are used up, whoever waits as told is admitted."""
+        """After A's limits are used up, whoever waits as told is admitted, and who comes over a second early is not."""
         for _ in range(10 * self._config.a_requests_per_minute):
             refused = await self._turn("a", "a-retry", "word", 1, 0)
             if refused.status == 429:
@@ -207,8 +209,12 @@ class Fairness:
         else:
             return False
         assert refused.retry_after_s is not None
-        await asyncio.sleep(refused.retry_after_s)
-        return (await self._turn("a", "a-retry", "word", 1, 0)).status == 200
+        told_until_s = time.monotonic() + refused.retry_after_s
+        await asyncio.sleep(max(0.0, refused.retry_after_s - 1.5))
+        early = await self._turn("a", "a-retry", "word", 1, 0)
+        await asyncio.sleep(told_until_s - time.monotonic())
+        on_time = await self._turn("a", "a-retry", "word", 1, 0)
+        return (early.status, on_time.status) == (429, 200)
 
 
 @asynccontextmanager
@@ -257,7 +263,7 @@ async def measure(
                     for name in ("alone", "flood", "thrash"):
                         rows.append({"run": run, **await fairness.condition(name)})
                         on_rows(rows)
-                rows.append({"run": runs, "retry_after_is_right": await fairness.retry_after_is_right()})
+                    rows.append({"run": run, "retry_after_is_right": await fairness.retry_after_is_right()})
     return rows
 
 
@@ -282,3 +288,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "refused_without_retry_after": sum(row["a_refused_without_retry_after"] for row in counted),
         "retry_after_is_right": all(row["retry_after_is_right"] for row in rows if "retry_after_is_right" in row),
     }
+
+
+def holds(summary: dict[str, Any]) -> bool:
+    """Whether B is served as it shall be, and A is told the truth."""
+    return bool(
+        summary["flood_ttft_p95_ratio"] <= MOST
+        and summary["thrash_time_per_token_p95_ratio"] <= MOST
+        and summary["failed_turns_of_b"] == summary["refused_without_retry_after"] == 0
+        and summary["refused_of_a"] > 0
+        and summary["retry_after_is_right"]
+    )

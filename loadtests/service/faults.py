@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from loadtests.service.rescore import Answer, rescore
 from loadtests.service.results import quantile
 from loadtests.service.running import RunningService, free_port
+from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.model.tiny_tokenizer import topic_words
 
@@ -37,12 +35,6 @@ KINDS = {
     "valkey": "valkey-server",
 }
 """Each kind of fault: whose process is killed."""
-UPGRADES = {
-    "upgrade": ("max_ongoing_turns", (50, 100)),
-    "upgrade-engines": ("window_s", (8, 12)),
-}
-"""No faults: the service is told to go on with a changed file. What changes, and between which values; the second
-takes new engines, one after the other."""
 ALL_KINDS = (*KINDS, *UPGRADES)
 MAX_GAP = 0.05
 """Log-probability: further from the best one no token of a greedy answer may be."""
@@ -170,7 +162,7 @@ async def inject(service: RunningService, running: Traffic, kind: str, chooser: 
     running.may_resend = kind == "ingress"
     first = len(running.turns)
     began_s = time.monotonic()
-    back = asyncio.create_task(asyncio.to_thread(_upgrade if kind in UPGRADES else _kill, service, kind, chooser))
+    back = asyncio.create_task(asyncio.to_thread(upgrade if kind in UPGRADES else _kill, service, kind, chooser))
     await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
     next_good_s = time.monotonic() - began_s
     await back
@@ -195,16 +187,6 @@ def _kill(service: RunningService, kind: str, chooser: random.Random) -> None:
     victim = chooser.choice(before)
     victim.kill()
     _wait_back(service, KINDS[kind], {one.pid for one in before}, victim.pid)
-
-
-def _upgrade(service: RunningService, kind: str, chooser: random.Random) -> None:
-    setting, (least, most) = UPGRADES[kind]
-    others = [value for value in range(least, most + 1) if value != service.config["replica"].get(setting)]
-    service.config["replica"][setting] = chooser.choice(others)
-    service.config_path.write_text(yaml.safe_dump(service.config))
-    command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(service.config_path), "--upgrade"]
-    subprocess.run(command, check=True, timeout=2 * RECOVERY_TIMEOUT_S)
-    service.wait_ready(RECOVERY_TIMEOUT_S)
 
 
 def _wait_back(service: RunningService, title: str, before: set[int], victim: int) -> None:

@@ -36,12 +36,23 @@ def write_result(
         "benchmark": benchmark,
         "hardware": _hardware(),
         "versions": _versions(),
-        "command": "wisp bench " + shlex.join(sys.argv[1:]),
+        "command": command_line(sys.argv[1:]),
         "config": config,
         "rows": rows,
         "summary": summary,
     }
     _write(path, content)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """What to type for the same run; where its file went is nobody else's."""
+    kept: list[str] = []
+    is_path = False
+    for argument in arguments:
+        if not is_path and argument != "--output" and not argument.startswith("--output="):
+            kept.append(argument)
+        is_path = argument == "--output"
+    return "wisp bench " + shlex.join(kept)
 
 
 def merge_results(

@@ -130,6 +130,37 @@ async def test_killed_engine(service: LiveService, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
+async def test_killed_replica(service: LiveService, number: int) -> None:
+    replicas = service.processes("ServeReplica:wisp-test:Replica")
+    engines = service.processes("VLLM::EngineCore")
+    assert len(replicas) == len(engines) == 2
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        killed_s = time.monotonic()
+        replicas[number].kill()
+        # Its sessions go on at the other one, and its engine does not outlive it.
+        await running.wait_for(2, killed_s)
+        await _until_back(service, replicas[number], engines)
+        await running.wait_for(1, time.monotonic())
+    assert running.lost() == []
+    assert all(turn.error is None for turn in running.turns if turn.session % 2), "an unstreamed turn failed"
+
+
+async def _until_back(service: LiveService, killed: psutil.Process, engines: list[psutil.Process]) -> None:
+    """Until Serve has replaced a killed replica, with an engine of its own."""
+
+    def is_back() -> bool:
+        replicas, alive = service.processes("ServeReplica:wisp-test:Replica"), service.processes("VLLM::EngineCore")
+        return killed not in replicas and alive != engines and len(replicas) == len(alive) == 2
+
+    deadline_s = time.monotonic() + 120
+    while not await asyncio.to_thread(is_back):
+        assert time.monotonic() < deadline_s, "Serve did not bring the replica back"
+        await asyncio.sleep(0.2)
+    await asyncio.to_thread(service.wait_ready)
+
+
+@pytest.mark.parametrize("number", [0, 1])
 async def test_killed_ingress(service: LiveService, number: int) -> None:
     (ingress,) = service.processes("ServeReplica:wisp-test:Ingress")
     # The connection breaks with the process: a turn that has sent nothing is sent again, as the client does by default.
@@ -217,7 +248,7 @@ def _reporting(service: LiveService) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("how", ["hung", "killed"])
+@pytest.mark.parametrize("how", ["hung", "killed", "killed-again"])
 async def test_no_policy_service(service: LiveService, how: str) -> None:
     (policy,) = service.processes("PolicyService")
     async with traffic(service) as running:
@@ -231,7 +262,7 @@ async def test_no_policy_service(service: LiveService, how: str) -> None:
             await running.wait_for(3, stopped_s)
             assert await asyncio.to_thread(_splits, service) == splits
         finally:
-            if how == "killed":
+            if how.startswith("killed"):
                 policy.kill()
             else:
                 resume(policy)
