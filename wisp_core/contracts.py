@@ -216,6 +216,12 @@ class ReplicaSnapshot(Contract):
         description="Index C: decode misses predicted for the sessions placed here, over those predicted for the "
         "sessions that the curve has seen; filled in by the policy service; empty: not known.",
     )
+    placed_safe_cap: int = Field(
+        default=0,
+        ge=0,
+        description="Predicted safe size of the working set of the sessions placed here: the smallest cap that keeps "
+        "their miss share under a target; filled in by the policy service; 0: not known.",
+    )
     resident: tuple[tuple[int, ...], ...] = Field(default=(), description="Per layer: expert ids in slots.")
 
 

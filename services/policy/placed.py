@@ -11,19 +11,23 @@ import numpy as np
 from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.store.interface import Store
 from wisp_core.working_set.placed_misses import miss_ratio_by_cap
-from wisp_core.working_set.signature import unpack
+from wisp_core.working_set.predictor import safe_cap
+from wisp_core.working_set.signature import Usage, unpack
 
 ACTIVE_S = 60.0
 """A session counts as long as its last turn ended, or it was placed, less than this ago: above usual think times."""
 MAX_SESSIONS = 256
 """Sessions looked at, the most recent first."""
+SAFE_MISS_SHARE = 0.1
+"""Part of the uses that may miss at the predicted safe size."""
 
 
 async def with_placed_sessions(store: Store, snapshots: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
-    """``snapshots`` with ``placed_sessions`` and ``placed_miss_ratio_by_cap``. Raises StoreUnavailableError."""
+    """``snapshots`` with what ``placed_`` fields say. Raises StoreUnavailableError."""
     sessions = await _active_sessions(store)
     keys = {key for of_replica in sessions.values() for key in of_replica}
-    signatures = await store.read_signatures([*keys, *(one.replica_id for one in snapshots)])
+    users = {_user_of(key) for key in keys}
+    signatures = await store.read_signatures([*keys, *users, *(one.replica_id for one in snapshots)])
     return [_with_placed(one, sessions.get(one.replica_id, set()), signatures) for one in snapshots]
 
 
@@ -40,23 +44,36 @@ async def _active_sessions(store: Store) -> dict[str, set[str]]:
     return of_replica
 
 
+def _user_of(session_key: str) -> str:
+    return session_key.rpartition("/")[0]
+
+
 def _with_placed(snapshot: ReplicaSnapshot, keys: set[str], signatures: dict[str, Signature]) -> ReplicaSnapshot:
-    """Without a signature of every second session nothing is predicted: the rest would pass for the whole."""
-    known = [signatures[key] for key in keys if key in signatures]
-    seen = signatures.get(snapshot.replica_id)
-    ratios: tuple[float, ...] = ()
-    if seen is not None and 2 * len(known) > len(keys):
-        ratios = _ratios(known, seen, snapshot.layout.num_experts)
-    return snapshot.model_copy(update={"placed_sessions": len(keys), "placed_miss_ratio_by_cap": ratios})
+    """A session that has not decoded is taken to be like its user's others.
+
+    Without a signature for every second session nothing is predicted: the rest would pass for the whole.
+    """
+    found = [signatures.get(key) or signatures.get(_user_of(key)) for key in keys]
+    layout = snapshot.layout
+    known = [one for one in found if one is not None and _shape(one) == (layout.num_layers, layout.num_experts)]
+    fields: dict[str, object] = {"placed_sessions": len(keys)}
+    if known and 2 * len(known) > len(keys):
+        total = _total(known)
+        fields["placed_safe_cap"] = safe_cap(total, SAFE_MISS_SHARE, layout.min_cap)
+        seen = signatures.get(snapshot.replica_id)
+        if seen is not None and _shape(seen) == total.shape:
+            fields["placed_miss_ratio_by_cap"] = miss_ratio_by_cap(total, unpack(seen))
+    return snapshot.model_copy(update=fields)
 
 
-def _ratios(placed: Sequence[Signature], seen: Signature, num_experts: int) -> tuple[float, ...]:
-    shape = (seen.num_layers, seen.num_experts)
-    alike = [one for one in placed if (one.num_layers, one.num_experts) == shape]
-    if not alike or seen.num_experts != num_experts:
-        return ()
-    total = np.zeros(shape)
-    for one in alike:
+def _shape(signature: Signature) -> tuple[int, int]:
+    return signature.num_layers, signature.num_experts
+
+
+def _total(placed: Sequence[Signature]) -> Usage:
+    """Uses of these sessions together, each with the same weight, [L, E]."""
+    total = np.zeros(_shape(placed[0]))
+    for one in placed:
         weights = unpack(one)
         total += weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
-    return miss_ratio_by_cap(total, unpack(seen))
+    return total

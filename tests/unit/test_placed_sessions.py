@@ -82,3 +82,16 @@ async def test_mostly_unknown_sessions_predict_nothing() -> None:
     (only,) = await with_placed_sessions(store, [make_snapshot()])
     assert only.placed_sessions == 4
     assert only.placed_miss_ratio_by_cap == ()
+
+
+async def test_the_safe_size_is_that_of_all_placed_sessions_and_users_speak_for_new_ones() -> None:
+    store, now_s = MemoryStore(), time.time()
+    await store.write_signatures("r2", [signature("t/u/a", 0, 1), signature("t/v", 4, 5, 6)])
+    await place(store, "t/u/a", "r1", now_s)
+    snapshot = make_snapshot(layout=make_layout(num_layers=LAYERS, num_experts=EXPERTS))
+    (alone,) = await with_placed_sessions(store, [snapshot])
+    assert alone.placed_safe_cap == 2
+    await place(store, "t/v/new", "r1", now_s)
+    (both,) = await with_placed_sessions(store, [snapshot])
+    assert both.placed_safe_cap == 5
+    assert snapshot.placed_safe_cap == 0
