@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import httpx
 from loadtests.service.results import quantile
 from loadtests.service.running import RunningService, free_port
 from loadtests.service.stream_client import StreamedTurn, stream_chat
+from wisp_core.errors import ConfigurationError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 MODEL = "tiny"
+_OTHER_FILES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +106,17 @@ async def hold(
     }
 
 
+def allow_connections(count: int) -> None:
+    """Let this process hold ``count`` connections. Raises ConfigurationError."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < count + _OTHER_FILES:
+        raise ConfigurationError(f"--streams {count}: this process may open {most} files only; see `ulimit -Hn`")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def measure(config: StreamsConfig) -> list[dict[str, Any]]:
-    """One row, on a service of its own."""
+    """One row, on a service of its own. Raises ConfigurationError where so many connections are not allowed."""
+    allow_connections(config.streams)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))

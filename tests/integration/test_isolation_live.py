@@ -159,7 +159,7 @@ async def test_a_thousand_malformed_requests_get_no_server_error(service: LiveSe
 
 
 async def test_a_hundred_streams_at_once_all_end_well(service: LiveService) -> None:
-    config = StreamsConfig(streams=100, hold_s=6.0, max_tokens=30)
+    config = StreamsConfig(streams=100, hold_s=12.0, max_tokens=30)
     row = await hold(service.url, service.key(), MODEL, config, service.resident_bytes)
     assert (row["failed"], row["errors"]) == (0, [])
     assert row["turns"] >= 100

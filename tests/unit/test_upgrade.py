@@ -1,0 +1,99 @@
+"""An upgrade takes new engines only for what an engine is told at its start, and only where Ray has room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from services.app import Service, needed_cpus, ray_cpus
+from services.config import ServiceConfig
+from services.replica.deployment import CHANGED_IN_PLACE, build_replica
+from services.store_address import StoreAddress
+from wisp_core.errors import ConfigurationError
+
+
+def config(tmp_path: Path, replica: dict[str, Any] | None = None, **sections: Any) -> ServiceConfig:
+    return ServiceConfig.model_validate(
+        {
+            "state_dir": str(tmp_path),
+            "model": {"path": "m"},
+            "replica": {"vram_budget_bytes": 1000, **(replica or {})},
+            "tenants": [{"tenant_id": "a", "key_sha256": "0" * 64}],
+            **sections,
+        }
+    )
+
+
+def version_of(config: ServiceConfig) -> str | None:
+    replica = build_replica(
+        config,
+        StoreAddress(url="redis://localhost:1/0", service="s"),
+        name="Replica",
+        count=config.replica.count,
+        request_router_class="services.ingress.router.WispRouter",
+        request_router_kwargs={},
+    )
+    version: str | None = replica._bound_deployment.version
+    return version
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"replica": {"count": 3, "max_ongoing_turns": 5, "graceful_shutdown_timeout_s": 7.0}},
+        {"replica": {"autoscaling": {"max_count": 4}}},
+        {"tenants": [{"tenant_id": "b", "key_sha256": "1" * 64, "weight": 3.0}]},
+        {"policy": {"name": "static_split"}, "routing": {"migrate_gain_s": 2.0}, "http": {"num_ingresses": 2}},
+    ],
+)
+def test_engines_go_on_when_nothing_of_theirs_changes(tmp_path: Path, changed: dict[str, Any]) -> None:
+    assert version_of(config(tmp_path, **changed)) == version_of(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"replica": {"engine": {"max_model_len": 512}}},
+        {"replica": {"vram_budget_bytes": 1001}},
+        {"replica": {"window_s": 5.0}},
+        {"model": {"path": "other"}},
+        {"model": {"path": "m", "served_name": "other"}},
+    ],
+)
+def test_what_an_engine_is_told_takes_new_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
+    assert version_of(config(tmp_path, **changed)) != version_of(config(tmp_path))
+
+
+def test_no_replica_reads_a_setting_that_changes_in_place(tmp_path: Path) -> None:
+    one, other = config(tmp_path), config(tmp_path, replica={"count": 9})
+    kept = {name for name in type(one.replica).model_fields if name not in CHANGED_IN_PLACE}
+    assert len(kept) == len(type(one.replica).model_fields) - len(CHANGED_IN_PLACE), "they are names of settings"
+    assert one.replica.model_dump(include=kept) == other.replica.model_dump(include=kept)
+
+
+def test_replicas_that_ray_has_no_room_for_are_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = config(tmp_path)
+    service = Service(running)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(needed_cpus(running) + 1)})
+    deployed: list[ServiceConfig] = []
+    monkeypatch.setattr(Service, "_deploy", lambda _, config, password_file: deployed.append(config))
+    service.upgrade(config(tmp_path, replica={"count": 3}))
+    with pytest.raises(ConfigurationError, match=r"replica\.count: 4 replicas need 4\.4 of Ray's CPUs"):
+        service.upgrade(config(tmp_path, replica={"count": 4}))
+    with pytest.raises(ConfigurationError, match="of Ray's GPUs"):
+        service.upgrade(config(tmp_path, replica={"num_gpus": 1.0}))
+    assert [one.replica.count for one in deployed] == [3]
+
+
+def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.app.os", SimpleNamespace(cpu_count=lambda: 1))
+    assert ray_cpus(config(tmp_path)) >= needed_cpus(config(tmp_path, replica={"count": 3}))
+    scaled = config(tmp_path, replica={"autoscaling": {"max_count": 5}})
+    assert needed_cpus(scaled) == needed_cpus(config(tmp_path, replica={"count": 5}))
