@@ -20,6 +20,8 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 MODEL = "tiny"
+MOST_GROWTH = 0.05
+"""Part of all memory that may come in the second half of a run."""
 _OTHER_FILES = 200
 
 
@@ -103,6 +105,7 @@ async def hold(
         "ttft_p99_s": quantile([turn.ttft_s for turn in good], 0.99),
         "resident_bytes_first_half": max(samples[: half or 1]),
         "resident_bytes_second_half": max(samples[half:]),
+        "resident_bytes_over_time": samples[:: max(1, len(samples) // 12)],
     }
 
 
@@ -128,4 +131,15 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Failures, and how much memory grew from the first half of the run to the second."""
     (row,) = rows
     growth_bytes = row["resident_bytes_second_half"] - row["resident_bytes_first_half"]
-    return {key: row[key] for key in ("streams", "turns", "failed", "tokens")} | {"growth_bytes": growth_bytes}
+    return {key: row[key] for key in ("streams", "turns", "failed", "tokens", "resident_bytes_second_half")} | {
+        "growth_bytes": growth_bytes
+    }
+
+
+def holds(summary: dict[str, Any]) -> bool:
+    """Whether every stream ended well, and memory hardly grew once all were there."""
+    return bool(
+        summary["failed"] == 0
+        and summary["turns"] >= summary["streams"]
+        and summary["growth_bytes"] <= MOST_GROWTH * summary["resident_bytes_second_half"]
+    )
