@@ -119,15 +119,16 @@ def _max_model_len(config: dict[str, Any], shape: ModelShape, replica: ReplicaSe
 def check_budget(shape: ModelShape, replica: ReplicaSettings, kv_tokens: int) -> None:
     """Raises ConfigurationError if the budget cannot hold the cap's experts beside one request of ``kv_tokens``."""
     if replica.other_bytes is None:
-        other_bytes = int(_DENSE_SURE * shape.dense_bytes) + replica.activation_bytes
+        other_bytes = shape.dense_bytes + replica.activation_bytes
+        unsure_bytes = int((1 - _DENSE_SURE) * shape.dense_bytes)
         other = f"{shape.dense_bytes} of dense weights, {replica.activation_bytes} of activation_bytes"
     else:
-        other_bytes, other = replica.other_bytes, f"{replica.other_bytes} of other_bytes"
+        other_bytes, unsure_bytes, other = replica.other_bytes, 0, f"{replica.other_bytes} of other_bytes"
     kv_bytes = kv_tokens * shape.kv_token_bytes
     slot_bytes = shape.num_moe_layers * shape.expert_bytes
     cap = replica.initial_cap or replica.min_cap or shape.top_k
     needed = other_bytes + kv_bytes + cap * slot_bytes
-    if needed <= replica.vram_budget_bytes:
+    if needed - unsure_bytes <= replica.vram_budget_bytes:
         return
     largest = (replica.vram_budget_bytes - other_bytes - kv_bytes) // slot_bytes
     fixes = [f"give {needed} or more", "lower replica.engine.max_model_len"]
