@@ -101,13 +101,13 @@ def malformed(
     output: Output = None,
 ) -> None:
     """Send broken and hostile requests; none may get a 5xx."""
-    from loadtests.service.malformed import measure
+    from loadtests.service.malformed import holds, measure, summarize
 
     row = measure(requests)
-    summary = {"requests": requests, "failures": len(row["failures"]), "growth_bytes": row["growth_bytes"]}
+    summary = summarize(row)
     write_result(output or result_path("malformed"), "malformed", {"requests": requests}, [row], summary)
     typer.echo(json.dumps(summary))
-    raise typer.Exit(int(bool(row["failures"])))
+    raise typer.Exit(int(not holds(summary)))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loadtests.service.running import RunningService
-from loadtests.service.streams import MODEL, StreamsConfig, service_config
+from loadtests.service.streams import MODEL, MOST_GROWTH, StreamsConfig, service_config
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -171,7 +171,7 @@ async def _send(host: str, port: int, request: RawRequest) -> str:
 
 
 def measure(count: int) -> dict[str, Any]:
-    """``count`` requests to a service of its own, half of them schemathesis's; memory after the first tenth and last.
+    """``count`` requests to a service of its own, half of them schemathesis's, and its memory after each tenth: a row.
 
     Needs the development packages.
     """
@@ -186,14 +186,44 @@ def measure(count: int) -> dict[str, Any]:
             key = service.key("acme")
             batch = [*described.requests(count // 2, host, key, MODEL), *requests(count - count // 2, host, key, MODEL)]
             random.Random(0).shuffle(batch)
-            first = asyncio.run(send_all(service.url, key, batch[: count // 10]))
-            before_bytes = service.resident_bytes()
-            row = asyncio.run(send_all(service.url, key, batch[count // 10 :]))
-            row["growth_bytes"] = service.resident_bytes() - before_bytes
-            row["requests"] += first["requests"]
-            row["failures"] += first["failures"]
-            for status, number in first["statuses"].items():
-                row["statuses"][status] = row["statuses"].get(status, 0) + number
+            row = _send_in_tenths(service, key, batch)
             if (ready := service.readiness()[0]) != 200:
                 row["failures"].append(f"not ready afterwards: {ready}")
     return row
+
+
+def _send_in_tenths(service: RunningService, key: str, batch: list[RawRequest]) -> dict[str, Any]:
+    statuses: Counter[str] = Counter()
+    failures: list[str] = []
+    resident_bytes = []
+    for tenth in range(10):
+        part = batch[len(batch) * tenth // 10 : len(batch) * (tenth + 1) // 10]
+        row = asyncio.run(send_all(service.url, key, part))
+        statuses.update(row["statuses"])
+        failures += row["failures"]
+        resident_bytes.append(service.resident_bytes())
+    return {
+        "requests": statuses.total(),
+        "statuses": dict(sorted(statuses.items())),
+        "failures": failures[:20],
+        "resident_bytes_after_each_tenth": resident_bytes,
+    }
+
+
+def summarize(row: dict[str, Any]) -> dict[str, Any]:
+    """Failures, and how much memory grew after the first tenth and in the second half."""
+    resident_bytes = row["resident_bytes_after_each_tenth"]
+    return {
+        "requests": row["requests"],
+        "failures": len(row["failures"]),
+        "resident_bytes": resident_bytes[-1],
+        "growth_bytes": resident_bytes[-1] - resident_bytes[0],
+        "growth_bytes_second_half": resident_bytes[-1] - resident_bytes[4],
+    }
+
+
+def holds(summary: dict[str, Any]) -> bool:
+    """Whether nothing failed, and memory hardly grew once each kind of request had come often."""
+    return bool(
+        summary["failures"] == 0 and summary["growth_bytes_second_half"] <= MOST_GROWTH * summary["resident_bytes"]
+    )
