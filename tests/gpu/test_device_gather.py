@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
-from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.reference import LayerTable
-from wisp_core.pager.device.state import DeviceState, Header, LayerState, Lists
+from wisp_core.pager.device.state import READY, DeviceState, Header, LayerState, Lists
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -148,6 +149,38 @@ def test_slots_follow_the_reference_through_steps_and_cap_changes() -> None:
         slot_ids = torch.full_like(topk_ids, -7)
         paged.launch(topk_ids, slot_ids)
         paged.check(topk_ids, slot_ids, num_valid_rows=3)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 16])
+def test_a_plan_that_copies_in_two_parts_marks_the_first_once_all_programs_are_done(num_programs: int) -> None:
+    """At every number of copies: none, fewer chunks than programs, more."""
+    experts = host_experts(16)[:2]
+    slots = poisoned_like(experts)
+    first, second = (
+        Gather([e], [s], DEVICE, chunk_bytes=4096, num_programs=num_programs)
+        for e, s in zip(experts, slots, strict=True)
+    )
+    state = DeviceState(1, 16, 16, DEVICE)
+    layer, table = state.layer(0), LayerTable(16, 16)
+    for ids in ([[0]], [[0]], [[1, 2]], [[0, 3, 4, 5, 6, 7, 8, 9, 10, 11]]):
+        topk_ids = torch.tensor(ids, dtype=torch.int32, device=DEVICE)
+        layer.ready.zero_()
+        plan_step(
+            layer,
+            topk_ids,
+            torch.empty_like(topk_ids),
+            state.num_valid_rows,
+            gather=first,
+            gather_after=second,
+            is_marking=True,
+        )
+        assert int(layer.ready[0]) == READY
+        table.plan(topk_ids.cpu().numpy())
+        for host, slot in zip(experts, slots, strict=True):
+            expected = torch.full_like(as_bytes(slot), 0xA5)
+            for expert, at in table.slot_of.items():
+                expected[at] = as_bytes(host)[expert]
+            assert torch.equal(as_bytes(slot), expected)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs CUDA graphs")

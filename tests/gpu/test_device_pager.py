@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
 from wisp_core.memory.memfd import MemfdBacking
-from wisp_core.pager.device.block_rows import block_rows, first_host_row
+from wisp_core.pager.device.block_rows import HostRows, block_rows, first_host_row
 from wisp_core.pager.device.device_pager import DevicePager
 from wisp_core.pager.device.reference import LayerTable
 from wisp_core.pager.device.state import Path
@@ -77,8 +77,6 @@ class Paged:
         self.pager.begin_step(len(ids[0]) if num_valid is None else num_valid, is_prefill=path is Path.STREAMED)
         for layer, table in enumerate(self.tables):
             slot_ids = self.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), path)
-            if path is Path.DECODE:
-                self.pager.fetch_second(layer)()
             plan = table.plan if path is Path.DECODE else table.look_up
             assert slot_ids.tolist() == plan(ids[layer], num_valid).slot_ids.tolist()
             self.check_contents(layer, table)
@@ -190,7 +188,7 @@ def test_rows_of_slots_and_of_the_host_are_read_from_one_address() -> None:
     slots, host = paged.slots[0], paged.hosts[0]
     first = {name: first_host_row(host[name], slots[name]) for name in SHAPES}
     slot_ids = torch.from_numpy(paged.tables[0].look_up(ids[0]).slot_ids.astype(np.int32)).to(DEVICE).view(-1)
-    rows = dict(zip(SHAPES, block_rows(slot_ids, NUM_EXPERTS, *first.values()), strict=True))
+    rows = dict(zip(SHAPES, block_rows(slot_ids, NUM_EXPERTS, HostRows(*first.values())), strict=True))
     for name in SHAPES:
         row_bytes = slots[name].stride(0) * slots[name].element_size()
         for expert, slot_id, row in zip(ids[0].reshape(-1), slot_ids.tolist(), rows[name].tolist(), strict=True):

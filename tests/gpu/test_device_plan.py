@@ -11,9 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.block_rows import HostRows
+from wisp_core.pager.device.blocks import Blocks
+from wisp_core.pager.device.cap_kernel import set_cap
+from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.reference import LayerTable
-from wisp_core.pager.device.state import DeviceState, Header, LayerState, Path
+from wisp_core.pager.device.state import READY, DeviceState, Header, LayerState, Path
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -154,6 +157,57 @@ def test_unaligned_views_of_ids() -> None:
     plan_step(pair.layer, topk_ids, slot_ids, pair.state.num_valid_rows)
     assert slot_ids.tolist() == pair.table.plan(ids).slot_ids.tolist()
     assert_equal(pair.layer, pair.table)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "rows"), [(16, 2, 2), (40, 3, 5), (128, 8, 4), (128, 8, 16)])
+@pytest.mark.parametrize("num_padding", [0, 1])
+def test_blocks_hold_each_routed_row_once_beside_its_expert(
+    num_experts: int, top_k: int, rows: int, num_padding: int
+) -> None:
+    rng = np.random.default_rng([num_experts, rows])
+    host = HostRows(first_w13=100_000, first_w2=-70_000)
+    pair = Pair(num_experts, cap=top_k)
+    num_elsewhere = 0
+    for _ in range(5):
+        ids = random_rows(rng, rows, num_experts, top_k)
+        num_valid = rows - num_padding
+        ids[num_valid:] = rng.integers(-(2**31), 2**31, (num_padding, top_k))
+        pair.state.num_valid_rows.fill_(num_valid)
+        topk_ids = torch.from_numpy(ids).to(DEVICE, torch.int32)
+        blocks = Blocks.empty(topk_ids, 16, host)
+        for tensor in (blocks.row_ids, blocks.w13_rows, blocks.w2_rows, blocks.num_padded):
+            tensor.fill_(12345)
+        slot_ids = torch.empty_like(topk_ids)
+        plan_step(pair.layer, topk_ids, slot_ids, pair.state.num_valid_rows, blocks=blocks)
+        pair.table.plan(ids, num_valid)
+        flat_slots = slot_ids.view(-1).tolist()
+        num_blocks, rest = divmod(int(blocks.num_padded), 16)
+        assert rest == 0
+        seen: list[int] = []
+        for block, in_block in enumerate(blocks.row_ids.view(-1, 16).tolist()):
+            entries = [entry for entry in in_block if entry != ids.size]
+            assert in_block[: len(entries)] == entries, "padding comes last"
+            assert bool(entries) == (block < num_blocks)
+            for entry in entries:
+                expert, slot = int(ids.reshape(-1)[entry]), flat_slots[entry]
+                is_elsewhere = slot >= num_experts
+                num_elsewhere += is_elsewhere
+                assert int(blocks.w13_rows[block]) == (host.first_w13 + expert if is_elsewhere else slot)
+                assert int(blocks.w2_rows[block]) == (host.first_w2 + expert if is_elsewhere else slot)
+            seen += entries
+        assert sorted(seen) == list(range(num_valid * top_k))
+        assert num_blocks == len(set(ids[:num_valid].reshape(-1).tolist()))
+    assert bool(num_elsewhere) == (rows - num_padding > 1), "more experts than slots are needed"
+
+
+def test_the_mark_is_made_once_a_step_and_only_on_request() -> None:
+    rng = np.random.default_rng(3)
+    pair = Pair(num_experts=32, cap=8)
+    for is_marking in (False, True):
+        pair.layer.ready.zero_()
+        topk_ids = torch.from_numpy(random_rows(rng, 2, 32, 4)).to(DEVICE, torch.int32)
+        plan_step(pair.layer, topk_ids, torch.empty_like(topk_ids), pair.state.num_valid_rows, is_marking=is_marking)
+        assert int(pair.layer.ready[0]) == (READY if is_marking else 0)
 
 
 def test_statistics_restart_without_forgetting_residents() -> None:

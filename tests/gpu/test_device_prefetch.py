@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from test_device_pager import DEVICE, NUM_EXPERTS, NUM_LAYERS, Paged, routing
 
-from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.cap_kernel import set_cap
+from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.prefetch_kernel import FETCHED, PENDING, SUMS_WIDTH, USED, WASTED, WEIGHT, guess
 from wisp_core.pager.device.prefetch_reference import PrefetchingTable
 from wisp_core.pager.device.state import DeviceState, Header, Lists, Path
@@ -71,7 +72,6 @@ def step_by_contents(paged: Paged, ids: np.ndarray) -> None:
     paged.pager.begin_step(len(ids[0]), is_prefill=False)
     for layer in range(NUM_LAYERS):
         slot_ids = paged.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), Path.DECODE).cpu()
-        paged.pager.fetch_second(layer)()
         for expert, slot_id in zip(ids[layer].reshape(-1).tolist(), slot_ids.view(-1).tolist(), strict=True):
             if slot_id >= NUM_EXPERTS:
                 assert slot_id == NUM_EXPERTS + expert

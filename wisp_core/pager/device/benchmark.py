@@ -29,8 +29,9 @@ import torch
 import triton
 
 from wisp_core.memory.cuda_vmm import CudaBacking
+from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
-from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.state import DeviceState, Header, Lists
 
 Row = dict[str, Any]

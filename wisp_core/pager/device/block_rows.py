@@ -10,6 +10,8 @@ launch serves resident experts from slots and the others over the link, in place
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -19,6 +21,14 @@ from wisp_core.errors import UnsupportedModelError
 from wisp_core.pager.device.launch import chained
 
 _IDS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Where the host's experts lie, in rows from slot 0: `first_host_row` of both parameters."""
+
+    first_w13: int
+    first_w2: int
 
 
 @triton.jit(do_not_specialize=["num_ids", "first_w13", "first_w2"])
@@ -58,14 +68,13 @@ def first_host_row(host: torch.Tensor, slots: torch.Tensor) -> int:
     return row
 
 
-def block_rows(ids: torch.Tensor, num_experts: int, first_w13: int, first_w2: int) -> tuple[torch.Tensor, torch.Tensor]:
+def block_rows(ids: torch.Tensor, num_experts: int, host: HostRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Row numbers for the two products, on the current stream; a graph may capture it.
 
     Args:
         ids: int32, slots below ``num_experts``, ``num_experts + expert`` for experts that are in no slot.
         num_experts: E.
-        first_w13: `first_host_row` of ``w13``.
-        first_w2: the same of ``w2``.
+        host: where those are.
     """
     w13_rows, w2_rows = torch.empty_like(ids), torch.empty_like(ids)
     _block_rows_kernel[(triton.cdiv(ids.numel(), _IDS_AT_ONCE),)](
@@ -73,8 +82,8 @@ def block_rows(ids: torch.Tensor, num_experts: int, first_w13: int, first_w2: in
         w13_rows,
         w2_rows,
         ids.numel(),
-        first_w13,
-        first_w2,
+        host.first_w13,
+        host.first_w2,
         num_experts=num_experts,
         ids_at_once=_IDS_AT_ONCE,
         **chained(ids),

@@ -18,8 +18,10 @@ import torch
 from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError, IntegrityError, UnsupportedModelError
 from wisp_core.memory.region import Backing, FillableBacking
+from wisp_core.pager.device.blocks import Blocks, DecodePlan
+from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
-from wisp_core.pager.device.plan_kernel import plan_step, set_cap
+from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.prefetch import Prefetcher
 from wisp_core.pager.device.prefetch_reference import PrefetchCounts
 from wisp_core.pager.device.reference import NO_SLOT, LayerTable
@@ -174,35 +176,42 @@ class DevicePager(PagedLayers[_Layer]):
     def plan(self, index: int, topk_ids: torch.Tensor, path: Path) -> torch.Tensor:
         """Plan one layer; returns slot ids, ``E + expert`` for experts in no slot.
 
-        On the path DECODE it fetches into slots what the first product reads; call `fetch_second` next. Launches only,
-        so that a graph may capture it. Ids are integer [rows, top_k], contiguous.
+        On the path DECODE it fetches into slots what is missing. Launches only, so that a graph may capture it. Ids are
+        integer [rows, top_k], contiguous.
         """
-        layer = self._layer(index)
+        if path is Path.DECODE:
+            return self._plan_decode(index, topk_ids, None, is_marking=False)
         slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
-        gather = layer.gather_first if path is Path.DECODE else None
-        prefetcher = self._prefetcher if path is Path.DECODE else None
-        if prefetcher is not None:
-            prefetcher.join(index)
-        plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path, gather=gather)
+        plan_step(self._layer(index).state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path)
         return slot_ids
 
-    def fetch_second(self, index: int) -> Callable[[], None]:
-        """After a plan on the path DECODE: copy the other parameters beside what is launched next.
-
-        Returns what makes later launches wait for them: call it before they are read.
-        """
+    def plan_products(self, index: int, topk_ids: torch.Tensor, blocks: Blocks | None) -> DecodePlan:
+        """`plan` on the path DECODE for products that run beside its copies; they must be launched next."""
+        slot_ids = self._plan_decode(index, topk_ids, blocks, is_marking=True)
         layer = self._layer(index)
-        side_stream = self._forked_side_stream()
-        if side_stream is None:
-            layer.gather_second.run(layer.state)
-        else:
-            stream = torch.cuda.current_stream(self.device)
-            with torch.cuda.stream(side_stream):
-                layer.gather_second.run(layer.state, is_first=True)
-                done = side_stream.record_event()
+        is_whole = layer.gather_first.is_led and layer.gather_second.is_led
+        return DecodePlan(slot_ids, blocks, layer.state.ready, is_whole)
+
+    def _plan_decode(
+        self, index: int, topk_ids: torch.Tensor, blocks: Blocks | None, *, is_marking: bool
+    ) -> torch.Tensor:
+        layer = self._layer(index)
+        slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
+        if self._prefetcher is not None:
+            self._prefetcher.join(index)
+        plan_step(
+            layer.state,
+            topk_ids,
+            slot_ids,
+            self._device_state.num_valid_rows,
+            gather=layer.gather_first,
+            gather_after=layer.gather_second,
+            blocks=blocks,
+            is_marking=is_marking,
+        )
         if self._prefetcher is not None and index + 1 < self.num_layers:
-            self._prefetcher.launch(index + 1, side_stream)  # behind what this layer waits for
-        return (lambda: None) if side_stream is None else lambda: stream.wait_event(done)
+            self._prefetcher.launch(index + 1, self._forked_side_stream())  # behind what this layer waits for
+        return slot_ids
 
     def _forked_side_stream(self) -> torch.cuda.Stream | None:
         """The side stream, behind all that is launched so far; None where there are no streams."""

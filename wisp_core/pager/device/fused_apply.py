@@ -7,7 +7,6 @@ running here equals vLLM's own byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel, try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
-from vllm.triton_utils import tl
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from wisp_core.pager.device.block_rows import block_rows
+from wisp_core.pager.device.block_rows import HostRows, block_rows
+from wisp_core.pager.device.blocks import DecodePlan
+from wisp_core.pager.device.products import COMPUTE_TYPES, Waits, launch_product
 from wisp_core.pager.device.staging import Group
 
 _constants: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -35,17 +35,6 @@ def _constant(number: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-_COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """Where the host's experts lie, in rows from slot 0; see `wisp_core.pager.device.block_rows`."""
-
-    first_w13: int
-    first_w2: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Assignment:
     """Which rows of the batch each block of a product computes, as vLLM's kernel takes it."""
@@ -58,15 +47,16 @@ class _Assignment:
 class FusedExperts:
     """One forward of one layer's experts. Buffers come from vLLM's workspace, as for its own."""
 
-    def __init__(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, slot_ids: torch.Tensor) -> None:
+    def __init__(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """Prepare for rows ``x`` [rows, H] of ``layer``, a RoutedExperts whose weights are slots [E, ...].
 
-        ``slot_ids`` [rows, top_k] is int32: a slot, or ``E + expert`` for an expert in no slot.
+        Of ``topk_ids`` [rows, top_k] only the shape matters. Where slot ids [rows, top_k] are asked for below, they are
+        int32: a slot, or ``E + expert`` for an expert in no slot.
         """
-        self._layer, self._x, self._topk_weights, self._slot_ids = layer, x, topk_weights, slot_ids
+        self._layer, self._x, self._topk_weights = layer, x, topk_weights
         self._experts = layer.quant_method.moe_kernel.fused_experts
         w13, w2 = layer.w13_weight, layer.w2_weight
-        self._num_experts, rows, n, h, self._top_k = self._experts.moe_problem_size(x, w13, w2, slot_ids)
+        self._num_experts, rows, n, h, self._top_k = self._experts.moe_problem_size(x, w13, w2, topk_ids)
         self._config = try_get_optimal_moe_config(
             w13.size(),
             w2.size(),
@@ -88,26 +78,68 @@ class FusedExperts:
         self._inner = _resize_cache(self._workspace_13, (rows * self._top_k, inner))
         self._second = _resize_cache(self._workspace_2, (rows, self._top_k, h))
 
-    def run(self, host: HostRows | None, before_second: Callable[[], None] = lambda: None) -> torch.Tensor:
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that one block of a product computes."""
+        return int(self._config["BLOCK_SIZE_M"])
+
+    def run_plan(self, plan: DecodePlan) -> torch.Tensor:
+        """Run what the plan just launched says, beside its copies; a graph may capture it."""
+        blocks, slot_ids = plan.blocks, plan.slot_ids.view(-1)
+        if blocks is None:
+            rows = (slot_ids, slot_ids)
+            row_ids, num_padded = None, _constant(len(slot_ids) * self.rows_per_block, self._x.device)
+        else:
+            rows = (blocks.w13_rows, blocks.w2_rows)
+            row_ids, num_padded = blocks.row_ids, blocks.num_padded
+        launch_product(
+            self._x,
+            self._layer.w13_weight,
+            self._first,
+            None,
+            row_ids,
+            rows[0],
+            num_padded,
+            top_k=self._top_k,
+            config=self._config,
+            ready=plan.ready,
+            waits_for=Waits.READY if plan.is_whole else Waits.KERNEL,
+            takes_mark_back=False,
+        )
+        self._activate()
+        launch_product(
+            self._inner,
+            self._layer.w2_weight,
+            self._second,
+            self._topk_weights,
+            row_ids,
+            rows[1],
+            num_padded,
+            top_k=1,
+            config=self._config,
+            ready=plan.ready,
+            waits_for=Waits.KERNEL,
+            takes_mark_back=True,
+        )
+        return self._sum()
+
+    def run(self, slot_ids: torch.Tensor, host: HostRows | None) -> torch.Tensor:
         """Read resident experts from slots and the others from host memory; a graph may capture it.
 
-        Args:
-            host: where the others lie; None: there are none.
-            before_second: called just before the second product, the first one that reads ``w2``.
+        ``host`` says where the others lie; None: there are none.
         """
-        assignment = self._assign_all(self._num_experts if host is None else 2 * self._num_experts)
+        assignment = self._assign_all(slot_ids, self._num_experts if host is None else 2 * self._num_experts)
         w13_rows = w2_rows = assignment.expert_ids
         if host is not None:
-            w13_rows, w2_rows = block_rows(w13_rows, self._num_experts, host.first_w13, host.first_w2)
+            w13_rows, w2_rows = block_rows(assignment.expert_ids, self._num_experts, host)
         self._product_1(self._layer.w13_weight, assignment, w13_rows)
         self._activate()
-        before_second()
         self._product_2(self._layer.w2_weight, assignment, w2_rows)
         return self._sum()
 
-    def run_in_groups(self, groups: list[Group]) -> torch.Tensor:
+    def run_in_groups(self, slot_ids: torch.Tensor, groups: list[Group]) -> torch.Tensor:
         """Run the groups one after another; together they hold every expert that a row needs."""
-        assignments = [self._assign_group(group) for group in groups]
+        assignments = [self._assign_group(slot_ids, group) for group in groups]
         for group, assignment in zip(groups, assignments, strict=True):
             self._product_1(group.w13(), assignment, assignment.expert_ids)
             group.done()
@@ -117,18 +149,18 @@ class FusedExperts:
             group.done()
         return self._sum()
 
-    def _assign_all(self, num_ids_known: int) -> _Assignment:
-        block_m = self._config["BLOCK_SIZE_M"]
-        num_ids = self._slot_ids.numel()
+    def _assign_all(self, slot_ids: torch.Tensor, num_ids_known: int) -> _Assignment:
+        num_ids = slot_ids.numel()
         if num_ids * 4 <= self._num_experts:  # vLLM's rule for few rows
-            return _Assignment(None, self._slot_ids.view(-1), _constant(num_ids * block_m, self._x.device))
-        return _Assignment(*moe_align_block_size(self._slot_ids, block_m, num_ids_known))
+            num_padded = _constant(num_ids * self.rows_per_block, self._x.device)
+            return _Assignment(None, slot_ids.view(-1), num_padded)
+        return _Assignment(*moe_align_block_size(slot_ids, self.rows_per_block, num_ids_known))
 
-    def _assign_group(self, group: Group) -> _Assignment:
+    def _assign_group(self, slot_ids: torch.Tensor, group: Group) -> _Assignment:
         return _Assignment(
             *moe_align_block_size(
-                self._slot_ids,
-                self._config["BLOCK_SIZE_M"],
+                slot_ids,
+                self.rows_per_block,
                 2 * self._num_experts,
                 group.expert_map,
                 ignore_invalid_experts=True,
@@ -167,7 +199,7 @@ class FusedExperts:
             row_weights is not None,
             top_k,
             self._config,
-            compute_type=_COMPUTE_TYPES[self._x.dtype],
+            compute_type=COMPUTE_TYPES[self._x.dtype],
             use_fp8_w8a8=False,
             use_int8_w8a8=False,
             use_int8_w8a16=False,

@@ -133,9 +133,8 @@ class Parameters:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What `copy_listed` is compiled for."""
+        """What `copy_listed` is compiled for, besides the number of parameters."""
         return {
-            "num_parameters": len(self.table),
             "unit": self.unit,
             "chunk_units": self.chunk_bytes // self.unit_bytes,
             "vector_units": self.vector_bytes // self.unit_bytes,
@@ -179,6 +178,11 @@ class Gather:
         self._launches = [parameters for parameters in (words, single) if len(parameters.table)]
 
     @property
+    def is_led(self) -> bool:
+        """Whether a plan kernel may copy everything itself."""
+        return len(self._launches) <= 1
+
+    @property
     def leading(self) -> Parameters | None:
         """The parameters that a plan kernel may copy itself; None when there are none at all."""
         return self._launches[0] if self._launches else None
@@ -197,6 +201,7 @@ class Gather:
                 layer.header,
                 layer.lists,
                 parameters.chunks_per_expert,
+                num_parameters=len(parameters.table),
                 width=layer.lists.shape[1],
                 num_warps=self._num_warps,
                 **parameters.constants,

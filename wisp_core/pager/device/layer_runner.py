@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from wisp_core.pager.device.block_rows import first_host_row
+from wisp_core.pager.device.block_rows import HostRows, first_host_row
+from wisp_core.pager.device.blocks import MAX_BLOCK_IDS, Blocks
 from wisp_core.pager.device.device_pager import DevicePager
-from wisp_core.pager.device.fused_apply import FusedExperts, HostRows
+from wisp_core.pager.device.fused_apply import FusedExperts
 from wisp_core.pager.device.staging import W2, W13, Group
 from wisp_core.pager.device.state import Path
 from wisp_core.pager.interface import ForwardInfo
@@ -37,19 +38,23 @@ class LayerRunner:
         pager = self._pager
         if self._index == 0:
             pager.begin_forward(describe)
-        num_rows = len(x)
+        experts = FusedExperts(self._layer, x, topk_weights, topk_ids)
         # A captured graph serves whatever comes later, so its way may depend on the number of rows only.
         if not pager.is_prefill or torch.cuda.is_current_stream_capturing():
-            slot_ids = pager.plan(self._index, topk_ids, Path.DECODE)
-            # ``w2`` comes beside the first product: of a step that misses, that saves 2 to 4 %.
-            join = pager.fetch_second(self._index)
-            host = self._host_rows() if pager.can_overflow(num_rows) else None
-            return FusedExperts(self._layer, x, topk_weights, slot_ids).run(host, join)
+            return self._decode(experts, topk_ids)
         slot_ids = pager.plan(self._index, topk_ids, Path.STREAMED)
-        experts = FusedExperts(self._layer, x, topk_weights, slot_ids)
-        if num_rows <= MAX_ROWS_IN_PLACE:
-            return experts.run(self._host_rows())
-        return experts.run_in_groups(self._groups())
+        if len(x) <= MAX_ROWS_IN_PLACE:
+            return experts.run(slot_ids, self._host_rows())
+        return experts.run_in_groups(slot_ids, self._groups())
+
+    def _decode(self, experts: FusedExperts, topk_ids: torch.Tensor) -> torch.Tensor:
+        num_rows = len(topk_ids)
+        host = self._host_rows() if self._pager.can_overflow(num_rows) else None
+        if num_rows > experts.rows_per_block or topk_ids.numel() > MAX_BLOCK_IDS:
+            return experts.run(self._pager.plan(self._index, topk_ids, Path.DECODE), host)
+        # One row needs no expert twice, and never more than there are slots.
+        blocks = Blocks.empty(topk_ids, experts.rows_per_block, host) if num_rows > 1 else None
+        return experts.run_plan(self._pager.plan_products(self._index, topk_ids, blocks))
 
     def _groups(self) -> list[Group]:
         staging, weights = self._pager.staging, self._layer

@@ -1,13 +1,16 @@
-"""Plan kernels: decide what one layer needs and fetch it, without the host.
+"""Plan kernel: decides what one layer needs and fetches it, without the host.
 
-Both kernels equal `wisp_core.pager.device.reference` exactly. They hold a layer's table in registers, so that a step
-costs a few round trips to memory; everything follows from one prefix sum over the recency stack: the number of needed
-experts that are more recent than a given one. The cap is read from memory and the code is compiled for the number of
-experts, so one captured graph serves every cap.
+It equals `wisp_core.pager.device.reference` exactly. It holds a layer's table in registers, so that a step costs a few
+round trips to memory; everything follows from one prefix sum over the recency stack: the number of needed experts that
+are more recent than a given one. The cap is read from memory and the code is compiled for the number of experts, so one
+captured graph serves every cap.
 
 The programs that copy would have to wait for one that plans, and a launch costs a third of a plan. So each of them
 plans for itself, and copies its share. What they store for themselves and for later kernels (the lists) they all store
 alike; the table changes only when the last of them has read it.
+
+What the first product reads is copied first. Then `LayerState.ready` says so, and that product, launched beside this
+kernel (`wisp_core.pager.device.products`), runs while the rest is copied.
 """
 
 # Kernels are Triton's language, not Python's:
@@ -15,19 +18,20 @@ alike; the table changes only when the last of them has read it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from wisp_core.pager.device import reference
-from wisp_core.pager.device.gather_kernel import Gather, copy_listed
+from wisp_core.pager.device.blocks import Blocks, store_blocks
+from wisp_core.pager.device.gather_kernel import Gather, Parameters, copy_listed
 from wisp_core.pager.device.launch import chained
+from wisp_core.pager.device.plan_counts import add_counts, add_distances, keep_routed
 from wisp_core.pager.device.state import (
-    COUNTS_WIDTH,
-    HEADER_WIDTH,
     MAX_ROUTED,
-    ROUTED_MISS,
-    DeviceState,
+    READY,
     Header,
     LayerState,
     Lists,
@@ -35,8 +39,10 @@ from wisp_core.pager.device.state import (
     Table,
 )
 
+_PLANNING_WARPS = 4  # few: their exchanges and not their arithmetic take the time
+_COPYING_WARPS = 8
 _MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, MAX_ROUTED
-_NOTHING_TO_GATHER = {"num_parameters": 1, "unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
+_NOTHING_TO_GATHER = {"unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
 _CAP = tl.constexpr(int(Header.CAP))
 _NUM_RESIDENT = tl.constexpr(int(Header.NUM_RESIDENT))
@@ -44,17 +50,13 @@ _NUM_SEEN = tl.constexpr(int(Header.NUM_SEEN))
 _NUM_MISSES = tl.constexpr(int(Header.NUM_MISSES))
 _NUM_COPIES = tl.constexpr(int(Header.NUM_COPIES))
 _NUM_NEEDED = tl.constexpr(int(Header.NUM_NEEDED))
-_ROUTED_MISS = tl.constexpr(ROUTED_MISS)
-_HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
+_READY = tl.constexpr(READY)
 _POSITION = tl.constexpr(int(Table.POSITION))
 _STACK = tl.constexpr(int(Table.STACK))
 _SLOT = tl.constexpr(int(Table.SLOT))
-_TABLE_HEIGHT = tl.constexpr(len(Table))
 _SOURCE = tl.constexpr(int(Lists.SOURCE))
 _TARGET = tl.constexpr(int(Lists.TARGET))
 _FREED = tl.constexpr(int(Lists.FREED))
-_LISTS_HEIGHT = tl.constexpr(len(Lists))
-_COUNTS_WIDTH = tl.constexpr(COUNTS_WIDTH)
 _NO_SLOT = tl.constexpr(reference.NO_SLOT)
 _PADDING_SLOT = tl.constexpr(reference.PADDING_SLOT)
 
@@ -73,34 +75,6 @@ def _store_slot_ids(slot_ids_ptr, start, num_ids, ids, is_real, served, ids_at_o
     at = start + tl.arange(0, ids_at_once)
     slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
     tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
-
-
-@triton.jit
-def _keep_routed(routed_ptr, num_ids, ids, is_real, is_missing, ids_at_once: tl.constexpr):
-    """Keep the first ids for `wisp_core.pager.device.uses`."""
-    at = tl.arange(0, ids_at_once)
-    kept = ids + tl.gather(is_missing.to(tl.int32), ids, 0) * _ROUTED_MISS
-    tl.store(routed_ptr + at, tl.where(is_real, kept, -1).to(tl.int16), mask=at < num_ids)
-
-
-@triton.jit
-def _add_counts(counts_ptr, num_rows, num_needed, num_hits, num_misses, num_copies):
-    """Add one step to the sums, in the order of `StepCounts`. Atomic only because that does not wait for a load."""
-    at = tl.arange(0, _COUNTS_WIDTH)
-    step = (at == 0).to(tl.int64)
-    step += tl.where(at == 1, num_rows, 0)
-    step += tl.where(at == 2, num_needed, 0)
-    step += tl.where(at == 3, num_hits, 0)
-    step += tl.where(at == 4, num_misses, 0)
-    step += tl.where(at == 5, num_misses - num_copies, 0)
-    tl.atomic_add(counts_ptr + at, step, sem="relaxed")
-
-
-@triton.jit
-def _add_distances(distances_ptr, needed, position, num_seen, num_experts: tl.constexpr):
-    """Count each use at its expert's place in the stack, first uses at the end."""
-    place = tl.where(position >= num_seen, num_experts, position)
-    tl.atomic_add(distances_ptr + place, needed.to(tl.int64), mask=needed != 0, sem="relaxed")
 
 
 @triton.jit
@@ -139,8 +113,21 @@ def _admit(
     return slot, num_copies, num_resident + num_copies - num_evicted
 
 
+@triton.jit
+def _add_ready(ready_ptr, num_chunks):
+    """Say that this program's share of the first ``num_chunks`` chunks has come; they make READY when all have said so.
+
+    The others that have a share add 1 each, and the first program adds what is then missing.
+    """
+    others = tl.maximum(tl.minimum(tl.num_programs(0), num_chunks) - 1, 0)
+    program = tl.program_id(0)
+    if program <= others:
+        tl.debug_barrier()  # all of this program's stores, before the one that releases them
+        tl.atomic_add(ready_ptr, tl.where(program == 0, _READY - others, 1), sem="release")
+
+
 @triton.jit(
-    do_not_specialize=["num_ids", "top_k", "chunks_per_expert"],
+    do_not_specialize=["num_ids", "top_k", "first_chunks", "second_chunks", "first_w13", "first_w2"],
     do_not_specialize_on_alignment=["ids_ptr", "slot_ids_ptr"],
 )
 def _plan_kernel(
@@ -153,26 +140,37 @@ def _plan_kernel(
     table_ptr,
     lists_ptr,
     arrivals_ptr,
+    ready_ptr,
     distances_ptr,
     counts_ptr,
     routed_ptr,
-    parameters_ptr,
-    chunks_per_expert,
+    first_ptr,  # parameters to copy before READY, as `copy_listed` takes them
+    first_chunks,
+    second_ptr,  # parameters to copy after it
+    second_chunks,
+    row_ids_ptr,
+    w13_rows_ptr,
+    w2_rows_ptr,
+    num_padded_ptr,
+    first_w13,
+    first_w2,
     num_experts: tl.constexpr,
     width: tl.constexpr,
     ids_at_once: tl.constexpr,
     is_admitting: tl.constexpr,
-    is_gathering: tl.constexpr,
+    is_marking: tl.constexpr,
     is_chained: tl.constexpr,
-    num_parameters: tl.constexpr,
+    rows_per_block: tl.constexpr,  # 0: no blocks
+    num_first: tl.constexpr,  # parameters; 0: none
+    num_second: tl.constexpr,
     unit: tl.constexpr,
     chunk_units: tl.constexpr,
     vector_units: tl.constexpr,
     vector_bytes: tl.constexpr,
 ):
     if is_chained:
-        tl.extra.cuda.gdc_launch_dependents()  # what follows may be set up meanwhile; it waits for this kernel's end
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # what follows sets itself up meanwhile, and waits for READY or our end
     # Every load that depends on nothing comes first, so that one latency covers them all.
     expert = tl.arange(0, width)
     num_valid_rows = tl.minimum(tl.load(num_valid_rows_ptr), num_ids // top_k)
@@ -202,8 +200,6 @@ def _plan_kernel(
 
     num_copies = 0
     if is_admitting:
-        # Relaxed: the sum carries the order from this program's loads, and the stores below depend on the answer.
-        num_arrived = tl.atomic_add(arrivals_ptr + expert, 1 + (sums >> 20), sem="relaxed")
         new_slot, num_copies, new_num_resident = _admit(
             lists_ptr + _FREED * width, cap, num_resident, needed, position, slot, before, num_hits, num_misses
         )
@@ -215,33 +211,74 @@ def _plan_kernel(
     if tl.program_id(0) == 0:
         served = tl.where(new_slot == _NO_SLOT, num_experts + expert, new_slot)
         _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
-        _keep_routed(routed_ptr, num_ids, ids, is_real, is_missing, ids_at_once)
         for start in range(ids_at_once, num_ids, ids_at_once):
             more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
             _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
-        tl.store(header_ptr + _NUM_MISSES, num_misses)
-        tl.store(header_ptr + _NUM_COPIES, num_copies)
-        _add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
-        if is_admitting:
-            tl.store(header_ptr + _NUM_NEEDED, num_needed)
-            _add_distances(distances_ptr, needed, position, num_seen, num_experts)
-
-    if is_gathering:
-        tl.debug_barrier()  # the lists
-        copy_listed(
-            parameters_ptr,
-            lists_ptr,
-            num_copies,
-            chunks_per_expert,
-            num_parameters,
-            width,
-            unit,
-            chunk_units,
-            vector_units,
-            vector_bytes,
-        )
+        if rows_per_block > 0:
+            store_blocks(
+                row_ids_ptr,
+                w13_rows_ptr,
+                w2_rows_ptr,
+                num_padded_ptr,
+                first_w13,
+                first_w2,
+                ids,
+                is_real,
+                num_ids,
+                needed,
+                before,
+                new_slot,
+                num_needed,
+                width,
+                ids_at_once,
+                rows_per_block,
+            )
 
     if is_admitting:
+        if num_first + num_second > 0:
+            tl.debug_barrier()  # the lists
+        if num_first > 0:
+            copy_listed(
+                first_ptr,
+                lists_ptr,
+                num_copies,
+                first_chunks,
+                num_first,
+                width,
+                unit,
+                chunk_units,
+                vector_units,
+                vector_bytes,
+            )
+        if is_marking:
+            _add_ready(ready_ptr, num_copies * first_chunks)
+
+    # From here on, nothing that the first product waits for: whatever precedes READY delays it.
+    if tl.program_id(0) == 0:
+        keep_routed(routed_ptr, num_ids, ids, is_real, is_missing, ids_at_once)
+        tl.store(header_ptr + _NUM_MISSES, num_misses)
+        tl.store(header_ptr + _NUM_COPIES, num_copies)
+        add_counts(counts_ptr, num_valid_rows, num_needed, num_hits, num_misses, num_copies)
+        if is_admitting:
+            tl.store(header_ptr + _NUM_NEEDED, num_needed)
+            add_distances(distances_ptr, needed, position, num_seen, num_experts)
+
+    if is_admitting:
+        # Relaxed: the sum carries the order from this program's loads, and the stores below depend on the answer.
+        num_arrived = tl.atomic_add(arrivals_ptr + expert, 1 + (sums >> 20), sem="relaxed")
+        if num_second > 0:
+            copy_listed(
+                second_ptr,
+                lists_ptr,
+                num_copies,
+                second_chunks,
+                num_second,
+                width,
+                unit,
+                chunk_units,
+                vector_units,
+                vector_bytes,
+            )
         is_last = num_arrived == tl.num_programs(0) - 1
         num_first_uses = tl.sum(((needed != 0) & (position >= num_seen)).to(tl.int32))
         new_position = tl.where(needed != 0, before, num_needed + position - before)
@@ -253,38 +290,6 @@ def _plan_kernel(
         tl.store(header_ptr + _NUM_SEEN + expert * 0, num_seen + num_first_uses, mask=is_last & (expert == 0))
 
 
-@triton.jit
-def _set_cap_kernel(new_cap_ptr, header_ptr, table_ptr, lists_ptr, width: tl.constexpr):
-    """One program per layer: keep the most recent experts, in slots below the new cap."""
-    layer = tl.program_id(0)
-    header_ptr += layer * _HEADER_WIDTH
-    table_ptr += layer * _TABLE_HEIGHT * width
-    lists_ptr += layer * _LISTS_HEIGHT * width
-    expert = tl.arange(0, width)
-    cap = tl.load(new_cap_ptr)
-    num_kept = tl.minimum(tl.load(header_ptr + _NUM_RESIDENT), cap)
-    position = tl.load(table_ptr + _POSITION * width + expert)
-    slot = tl.load(table_ptr + _SLOT * width + expert)
-
-    is_dropped = (slot != _NO_SLOT) & (position >= num_kept)
-    is_freed = is_dropped & (slot < cap)
-    freed_ptr = lists_ptr + _FREED * width
-    tl.store(freed_ptr + tl.cumsum(is_freed.to(tl.int32), 0) - 1, slot, mask=is_freed)
-    tl.debug_barrier()
-    is_moved = (slot >= cap) & (position < num_kept)
-    num_moves = tl.sum(is_moved.to(tl.int32))
-    move = tl.cumsum(is_moved.to(tl.int32), 0) - 1
-    target = tl.load(freed_ptr + move, mask=is_moved, other=0)
-    tl.store(lists_ptr + _SOURCE * width + move, slot, mask=is_moved)
-    tl.store(lists_ptr + _TARGET * width + move, target, mask=is_moved)
-    slot = tl.where(is_dropped, _NO_SLOT, tl.where(is_moved, target, slot))
-    tl.store(table_ptr + _SLOT * width + expert, slot)
-    tl.store(header_ptr + _CAP, cap)
-    tl.store(header_ptr + _NUM_RESIDENT, num_kept)
-    tl.store(header_ptr + _NUM_MISSES, num_moves)
-    tl.store(header_ptr + _NUM_COPIES, num_moves)
-
-
 def plan_step(
     layer: LayerState,
     topk_ids: torch.Tensor,
@@ -293,7 +298,10 @@ def plan_step(
     *,
     path: Path = Path.DECODE,
     gather: Gather | None = None,
-    num_warps: int = 4,
+    gather_after: Gather | None = None,
+    blocks: Blocks | None = None,
+    is_marking: bool = False,
+    num_warps: int | None = None,
 ) -> None:
     """Plan one step of one layer on the current stream, and fetch what it misses; a graph may capture it.
 
@@ -304,15 +312,18 @@ def plan_step(
         num_valid_rows: int32 [1] on the device, rows that are real tokens; more than there are means all.
         path: DECODE is `LayerTable.plan`, STREAMED is `LayerTable.look_up`.
         gather: copies the experts that got a slot; None: that comes later, or never, as on the path STREAMED.
-        num_warps: few, since their exchanges and not their arithmetic take the time.
+        gather_after: copies other parameters of them after that.
+        blocks: receives the blocks of the step's products.
+        is_marking: add READY to ``layer.ready`` between the two; whoever waits for it must take it back.
+        num_warps: None: `_PLANNING_WARPS` or `_COPYING_WARPS`.
     """
     assert topk_ids.is_contiguous()
     assert slot_ids.is_contiguous()
     assert slot_ids.shape == topk_ids.shape
-    assert gather is None or path is Path.DECODE
+    gathers = [given for given in (gather, gather_after) if given is not None]
+    assert path is Path.DECODE or not (gathers or is_marking)
     num_ids = topk_ids.numel()
-    leading = gather.leading if gather is not None else None
-    _plan_kernel[(gather.num_programs if gather is not None and leading is not None else 1,)](
+    _plan_kernel[(max((given.num_programs for given in gathers), default=1),)](
         topk_ids,
         slot_ids,
         num_ids,
@@ -322,33 +333,49 @@ def plan_step(
         layer.table,
         layer.lists,
         layer.arrivals,
+        layer.ready,
         layer.distances,
         layer.counts[path],
         layer.routed,
-        leading.table if leading is not None else layer.counts,  # else not looked at
-        leading.chunks_per_expert if leading is not None else 0,
+        **_copies(layer, gather, gather_after),
+        **_block_arguments(layer, blocks),
         num_experts=layer.num_experts,
         width=layer.table.shape[1],
         ids_at_once=min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE),
         is_admitting=path is Path.DECODE,
-        is_gathering=leading is not None,
-        num_warps=num_warps,
-        **(leading.constants if leading is not None else _NOTHING_TO_GATHER),
+        is_marking=is_marking,
+        num_warps=num_warps or (_COPYING_WARPS if gathers else _PLANNING_WARPS),
         **chained(layer.header),
     )
-    if gather is not None:
-        gather.run(layer, is_leading_done=True)
+    for given in gathers:
+        given.run(layer, is_leading_done=True)
 
 
-def set_cap(state: DeviceState, cap: int) -> None:
-    """Change the cap of every layer, between steps, on the current stream.
+def _copies(layer: LayerState, gather: Gather | None, gather_after: Gather | None) -> dict[str, Any]:
+    """The kernel's arguments for what it copies itself."""
+    arguments: dict[str, Any] = {}
+    constants: dict[str, Any] = _NOTHING_TO_GATHER
+    for name, given in (("first", gather), ("second", gather_after)):
+        leading: Parameters | None = given.leading if given is not None else None
+        # A table that is not looked at may be anything.
+        arguments[f"{name}_ptr"] = leading.table if leading is not None else layer.counts
+        arguments[f"{name}_chunks"] = leading.chunks_per_expert if leading is not None else 0
+        arguments[f"num_{name}"] = len(leading.table) if leading is not None else 0
+        if leading is not None:
+            assert constants in (_NOTHING_TO_GATHER, leading.constants), "one kernel copies both alike"
+            constants = leading.constants
+    return arguments | constants
 
-    The layers' lists then name slots to move: carry them out, slot tensors onto themselves, before pages go and
-    before the next step is planned.
-    """
-    if not 0 < cap <= state.num_experts:
-        raise ValueError(f"cap must be in 1..{state.num_experts} (the number of experts), got {cap}")
-    state.new_cap.fill_(cap)
-    _set_cap_kernel[(state.num_layers,)](
-        state.new_cap, state.header, state.table, state.lists, width=state.width, num_warps=1
-    )
+
+def _block_arguments(layer: LayerState, blocks: Blocks | None) -> dict[str, Any]:
+    """The kernel's arguments for the blocks that it writes."""
+    host = blocks.host if blocks is not None else None
+    return {
+        "row_ids_ptr": blocks.row_ids if blocks is not None else layer.header,
+        "w13_rows_ptr": blocks.w13_rows if blocks is not None else layer.header,
+        "w2_rows_ptr": blocks.w2_rows if blocks is not None else layer.header,
+        "num_padded_ptr": blocks.num_padded if blocks is not None else layer.header,
+        "first_w13": host.first_w13 if host is not None else 0,
+        "first_w2": host.first_w2 if host is not None else 0,
+        "rows_per_block": blocks.rows_per_block if blocks is not None else 0,
+    }

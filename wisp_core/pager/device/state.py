@@ -22,6 +22,10 @@ MAX_ROUTED = 1024
 ROUTED_MISS = 1024
 """Added to a kept id whose expert was in no slot."""
 
+READY = 1 << 20
+"""`LayerState.ready` once what the first product reads has come; below it, the number of programs that are done."""
+
+_READY_WIDTH = 16  # one cache line per layer
 _MIN_WIDTH = 16  # keeps the rows of every layer aligned alike, so that one compiled kernel serves them all
 
 
@@ -68,6 +72,7 @@ class LayerState:
     table: torch.Tensor  # int32 [len(Table), width]
     lists: torch.Tensor  # int32 [len(Lists), width]
     arrivals: torch.Tensor  # int32 [width]: programs of the running plan that have read the table; else 0
+    ready: torch.Tensor  # int32 [1 and more]: READY from when a step's first fetches are there until its products ran
     distances: torch.Tensor  # int64 [width + 2]: uses by stack position, first uses at num_experts
     counts: torch.Tensor  # int64 [len(Path), COUNTS_WIDTH]: the fields of StepCounts in order
     routed: torch.Tensor  # int16 [MAX_ROUTED]: ids of the last step in order, + ROUTED_MISS if missing, -1 if padding
@@ -117,6 +122,7 @@ class DeviceState:
         self.table[:, Table.SLOT] = NO_SLOT
         self.lists = torch.zeros(num_layers, len(Lists), self.width, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(num_layers, self.width, dtype=torch.int32, device=device)
+        self.ready = torch.zeros(num_layers, _READY_WIDTH, dtype=torch.int32, device=device)
         self.distances = torch.zeros(num_layers, self.width + 2, dtype=torch.int64, device=device)
         self.counts = torch.zeros(num_layers, len(Path), COUNTS_WIDTH, dtype=torch.int64, device=device)
         self.routed = torch.full((num_layers, MAX_ROUTED), -1, dtype=torch.int16, device=device)
@@ -131,6 +137,7 @@ class DeviceState:
             self.table[index],
             self.lists[index],
             self.arrivals[index],
+            self.ready[index],
             self.distances[index],
             self.counts[index],
             self.routed[index],
