@@ -7,7 +7,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# How long `make soak` is.
 ROUNDS ?= 20
+STREAMS ?= 1000
+REQUESTS ?= 10000
+RUNS ?= 3
+TURNS ?= 200
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
 .PHONY: help demo test check soak load bench clean
@@ -40,9 +45,9 @@ check: $(STAMP) ## format, lint, types, import rules, README's paths
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/pytest -q tests/unit/test_project.py
 
-soak: $(STAMP) ## faults, streams, broken requests and greedy tenants, an hour or more; ROUNDS=20
-	@echo "==> soak: $(ROUNDS) faults of each kind, then 1000 streams, 10000 broken requests, tenants, Locust"
-	@failed=""; for run in "bench faults --rounds $(ROUNDS)" "bench streams" "bench malformed" "bench fairness" \
+soak: $(STAMP) ## faults, streams, broken requests, greedy tenants, Locust: two hours; shorter with ROUNDS=2 and so on
+	@failed=""; for run in "bench faults --rounds $(ROUNDS)" "bench streams --streams $(STREAMS)" \
+		"bench malformed --requests $(REQUESTS)" "bench fairness --runs $(RUNS) --turns $(TURNS)" \
 		"load --start --users 8 --run-time 120s"; do \
 		echo "==> wisp $$run"; $(BIN)/wisp $$run || failed="$$failed; wisp $$run"; \
 	done; if [ -n "$$failed" ]; then echo "==> failed$$failed"; exit 1; fi
