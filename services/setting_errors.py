@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _TAKES = {
     "missing": "is needed",
+    "json_invalid": "is no JSON",
     "string_type": "takes text",
     "path_type": "takes a path",
     "int_type": "takes a whole number",

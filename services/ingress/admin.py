@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from services.ingress.errors import ApiError, bad_request
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import replace_secret
+from services.setting_errors import what_is_wrong
 from wisp_core.contracts import TenantSpec, TenantUsage
 from wisp_core.errors import ConfigurationError
 from wisp_core.store.interface import TenantStore
@@ -59,9 +60,12 @@ def parse(model: type[BaseModel], raw: bytes) -> Any:
     try:
         return model.model_validate_json(raw or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         param = ".".join(str(part) for part in first["loc"])[:64]
-        raise bad_request(f"Invalid value for '{param}': {first['msg'][:256]}.", param=param or None) from error
+        if first["type"] == "extra_forbidden":
+            raise bad_request(f"There is no '{param}' to set.", param=param) from error
+        name = f"'{param}'" if param else "The body"
+        raise bad_request(f"{name} {what_is_wrong(first)[:256]}.", param=param or None) from error
 
 
 class TenantAdmin:
