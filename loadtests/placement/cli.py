@@ -111,6 +111,16 @@ def co_schedule(output: Output = None) -> None:
     _finish(CoScheduleConfig(), rows, summarize(rows), output)
 
 
+@app.command()
+def working_sets(output: Output = None) -> None:
+    """How well working sets are foretold on a real engine, whether safe sizes are safe, and what counting costs."""
+    from loadtests.placement.prediction import PredictionConfig, measure, summarize
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(PredictionConfig(), Path(scratch), _say)
+    _finish(PredictionConfig(), rows, summarize(rows), output)
+
+
 def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: Path | None) -> None:
     """Measure what ``config`` names of ``base``; the file says ``base``, as other runs add the rest."""
     from loadtests.placement.live import measure, summarize

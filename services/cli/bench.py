@@ -42,5 +42,6 @@ pass_on(
         "placement": "Expert copies and latency by router, on simulated or on real replicas.",
         "overhead": "What ingress and router add to a turn.",
         "co-schedule": "Turns whose experts fit started together, against first come, first served.",
+        "working-sets": "How well working sets are foretold, and what counting them costs.",
     },
 )

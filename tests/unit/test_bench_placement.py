@@ -10,7 +10,7 @@ import pytest
 
 from loadtests.bench.report import write_result
 from loadtests.bench.runner import Measured
-from loadtests.placement import cli, coschedule, decisions, live, overhead, simulated
+from loadtests.placement import cli, coschedule, decisions, live, overhead, prediction, simulated
 from loadtests.placement.decisions import DecisionsConfig
 from loadtests.placement.simulated import SimulatedConfig
 from services.config import RouterName
@@ -121,3 +121,18 @@ def test_gated_turns_are_compared_by_cap() -> None:
     ]
     summary = coschedule.summarize(rows)
     assert (summary["cap_20_makespan_s"], summary["cap_32_missed_bytes_per_token"]) == (0.5, 0.75)
+
+
+def test_what_is_foretold_and_what_it_costs_is_summed_up() -> None:
+    rows = [
+        {"kind": "foretold", "stage": stage, "error": error}
+        for stage, errors in zip(
+            prediction.STAGES, ((0.9, 0.7), (0.6, 0.6), (0.4, 0.4), (0.3, 0.3), (0.1, 0.3)), strict=True
+        )
+        for error in errors
+    ]
+    rows += [{"kind": "safe_size", "miss_share": share} for share in (0.05, 0.09)]
+    rows += [{"kind": "cost", "share_of_step": share} for share in (0.004, 0.002)]
+    summary = prediction.summarize(rows)
+    assert (summary["error_nothing"], summary["error_first_tokens"]) == (0.8, 0.2)
+    assert (summary["safe_miss_share_max"], summary["signature_share_of_step"]) == (0.09, 0.004)

@@ -112,7 +112,7 @@ def test_counts_added_at_once_weigh_as_those_added_row_by_row() -> None:
     ids = np.array([[1, 2], [1, 3]])
     for _ in range(5):
         for row in ids:
-            one_by_one.add("k", 0, row[None], np.zeros(E, np.bool_), is_prefill=False)
+            one_by_one.add_counts("k", np.bincount(row, minlength=E)[None], num_rows=1, hits=0)
         at_once.add_counts("k", np.bincount(ids.reshape(-1), minlength=E)[None], num_rows=2, hits=0)
     a, b = at_once.signature("k"), one_by_one.signature("k")
     assert a is not None

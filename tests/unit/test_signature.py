@@ -41,15 +41,14 @@ def test_bytes_that_do_not_fit_are_refused(weights: bytes) -> None:
 
 def test_tally_counts_uses_and_decode_hits_by_key() -> None:
     tally = ExpertTally(num_layers=2, num_experts=4, half_life_tokens=1e9, max_keys=8)
-    resident = np.array([True, False, False, False])
+    tally.add_counts("a", np.array([[2, 1, 1, 0]] * 2), num_rows=2, hits=4)
     for layer in range(2):
-        tally.add("a", layer, np.array([[0, 1], [0, 2]]), resident, is_prefill=False)
-        tally.add("b", layer, np.array([[3, 2]]), resident, is_prefill=True)
+        tally.add_prefill("b", layer, np.array([[3, 2]]))
     a, b = tally.signature("a"), tally.signature("b")
     assert a is not None
     assert b is not None
     np.testing.assert_allclose(unpack(a), [[1, 0.5, 0.5, 0]] * 2, atol=0.01)
-    assert (a.decode_tokens, a.lookups, a.hits) == (2, 6, 2)
+    assert (a.decode_tokens, a.lookups, a.hits) == (2, 8, 4)
     assert (b.decode_tokens, b.lookups, b.hits) == (0, 0, 0)
     assert not unpack(b).any(), "prefills are counted apart"
     np.testing.assert_allclose(unpack(b, is_prefill=True), [[0, 0, 1, 1]] * 2, atol=0.01)
@@ -60,13 +59,11 @@ def test_tally_counts_uses_and_decode_hits_by_key() -> None:
 
 def test_tally_halves_after_its_half_life_and_drops_the_stalest_key() -> None:
     tally = ExpertTally(num_layers=1, num_experts=3, half_life_tokens=2, max_keys=2)
-    everywhere = np.ones(3, dtype=np.bool_)
-    tally.add("a", 0, np.array([[0]]), everywhere, is_prefill=False)
-    tally.add("a", 0, np.array([[1], [1]]), everywhere, is_prefill=False)
+    tally.add_counts("a", np.array([[1, 0, 0]]), num_rows=1, hits=0)
+    tally.add_counts("a", np.array([[0, 2, 0]]), num_rows=2, hits=0)
     np.testing.assert_allclose(tally.total(), [[0.5, 2, 0]])
-    tally.add("b", 0, np.array([[2]]), everywhere, is_prefill=False)
-    tally.add("a", 0, np.array([[2]]), everywhere, is_prefill=False)
-    tally.add("c", 0, np.array([[2]]), everywhere, is_prefill=False)
+    for key in ("b", "a", "c"):
+        tally.add_counts(key, np.array([[0, 0, 1]]), num_rows=1, hits=0)
     assert tally.keys() == ("a", "c")
     tally.forget("a")
     tally.forget("a")

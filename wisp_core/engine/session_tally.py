@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ HALF_LIFE_TOKENS = 500.0
 """Decode tokens of a key after which a use weighs half."""
 
 
+FLUSH_ROWS = 256
+"""Decode rows that are kept before they are counted, all at once: by row it would take a step's time."""
+
+
 class SessionTally:
     """Counts decode rows by session, and again for the session's user, its tenant and the whole engine.
 
@@ -30,22 +35,27 @@ class SessionTally:
     """
 
     def __init__(self, *, num_layers: int, num_experts: int, max_keys: int = MAX_KEYS) -> None:
+        self._shape = (num_layers, num_experts)
         self._tally = ExpertTally(num_layers, num_experts, HALF_LIFE_TOKENS, max_keys)
         self._touched: set[str] = set()
         self._rows: StepRows | None = None
-        self._rows_by_key: dict[str, list[int]] | None = None
+        self._decode_rows: list[int] | None = None
         self._prefill_rows: list[PrefillRows] = []
+        self._kept = _KeptRows(*self._shape)
 
     def __len__(self) -> int:
+        self._count_kept()
         return len(tuple(self._tally.keys()))
 
     def begin_step(self, rows: StepRows) -> None:
         """A step starts; who owns its rows is read when its first layer runs."""
-        self._rows, self._rows_by_key = rows, None
+        self._rows, self._decode_rows = rows, None
 
     def end_step(self) -> None:
         """The step is over; forwards outside a step (profiling) are not counted."""
-        self._rows, self._rows_by_key = None, None
+        self._rows, self._decode_rows = None, None
+        if len(self._kept) >= FLUSH_ROWS:
+            self._count_kept()
 
     def observe(
         self,
@@ -57,22 +67,83 @@ class SessionTally:
         """Count the rows of one layer; a step that prefills may have decode rows as well."""
         if self._rows is None:
             return
-        if self._rows_by_key is None:
-            self._rows_by_key = _by_key(self._rows)
-            self._prefill_rows = [found for found in self._rows.prefill_rows() if found.session_key]
-            self._touched.update(self._rows_by_key, (found.session_key for found in self._prefill_rows))
+        if self._decode_rows is None:
+            self._decode_rows = self._begin_rows(self._rows)
         for found in self._prefill_rows:
-            self._tally.add(
-                found.session_key, layer_index, topk_ids[found.start : found.stop], was_resident, is_prefill=True
-            )
-        for key, rows in self._rows_by_key.items():
-            self._tally.add(key, layer_index, topk_ids[rows], was_resident, is_prefill=False)
+            self._tally.add_prefill(found.session_key, layer_index, topk_ids[found.start : found.stop])
+        if self._decode_rows:
+            self._kept.add(layer_index, topk_ids[self._decode_rows], was_resident)
 
     def export_touched(self) -> list[Signature]:
         """Signatures of the keys that changed since the last call, in full."""
+        self._count_kept()
         touched, self._touched = self._touched, set()
         signatures = (self._tally.signature(key) for key in sorted(touched))
         return [signature for signature in signatures if signature is not None]
+
+    def _begin_rows(self, rows: StepRows) -> list[int]:
+        decode_rows = rows.decode_rows()
+        self._prefill_rows = [found for found in rows.prefill_rows() if found.session_key]
+        self._touched.update(found.session_key for found in self._prefill_rows)
+        if decode_rows:
+            self._kept.begin([found.session_key for found in decode_rows])
+        return [found.row for found in decode_rows]
+
+    def _count_kept(self) -> None:
+        for session_key, uses in self._kept.take().items():
+            for key in prefixes(session_key):
+                self._tally.add_counts(key, uses.counts, uses.num_rows, uses.hits)
+                self._touched.add(key)
+
+
+class _Uses(NamedTuple):
+    counts: npt.NDArray[np.int64]  # [L, E]
+    num_rows: int
+    hits: int
+
+
+class _KeptRows:
+    """Decode rows that are not counted yet."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._shape = (num_layers, num_experts)
+        self._owners: list[str] = []  # of all rows
+        self._ids: list[list[npt.NDArray[np.integer]]] = [[] for _ in range(num_layers)]  # [rows of a step, top-k]
+        self._hits: list[list[npt.NDArray[np.bool_]]] = [[] for _ in range(num_layers)]
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def begin(self, owners: list[str]) -> None:
+        """A step with a row of each of these sessions."""
+        self._owners += owners
+
+    def add(self, layer_index: int, ids: npt.NDArray[np.integer], was_resident: npt.NDArray[np.bool_]) -> None:
+        """Its ids [rows, top-k] in one layer, of which nobody else holds the memory."""
+        self._ids[layer_index].append(ids)
+        self._hits[layer_index].append(was_resident[ids])
+
+    def take(self) -> dict[str, _Uses]:
+        """Uses of each session, and begin anew."""
+        if not self._owners:
+            return {}
+        ids = np.stack([np.concatenate(of_layer) for of_layer in self._ids])  # [L, rows, top-k]
+        hits = np.stack([np.concatenate(of_layer) for of_layer in self._hits])
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, owner in enumerate(self._owners):
+            places[owner].append(place)
+        self._owners = []
+        for of_ids, of_hits in zip(self._ids, self._hits, strict=True):
+            of_ids.clear()
+            of_hits.clear()
+        return {
+            owner: _Uses(self._counts(ids[:, own]), len(own), int(hits[:, own].sum())) for owner, own in places.items()
+        }
+
+    def _counts(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        num_layers, num_experts = self._shape
+        flat = ids.reshape(num_layers, -1) + np.arange(num_layers)[:, None] * num_experts
+        return np.bincount(flat.reshape(-1), minlength=num_layers * num_experts).reshape(self._shape)
 
 
 def prefixes(session_key: str) -> Iterator[str]:
@@ -81,11 +152,3 @@ def prefixes(session_key: str) -> Iterator[str]:
     parts = session_key.split("/", 2) if session_key else []
     for depth in range(1, len(parts) + 1):
         yield "/".join(parts[:depth])
-
-
-def _by_key(rows: StepRows) -> dict[str, list[int]]:
-    by_key: dict[str, list[int]] = defaultdict(list)
-    for found in rows.decode_rows():
-        for key in prefixes(found.session_key):
-            by_key[key].append(found.row)
-    return by_key

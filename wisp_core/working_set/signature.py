@@ -163,33 +163,18 @@ class ExpertTally:
         self._max_keys = max_keys
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def add(
-        self,
-        key: str,
-        layer_index: int,
-        topk_ids: npt.NDArray[np.integer],
-        was_resident: npt.NDArray[np.bool_],
-        is_prefill: bool,
-    ) -> None:
-        """Count the rows of one key in one layer of one forward; arguments as in `ForwardObserver.observe`.
+    def add_prefill(self, key: str, layer_index: int, topk_ids: npt.NDArray[np.integer]) -> None:
+        """Count the prompt rows [rows, top-k] of one key in one layer of one forward.
 
-        Rows of prefills are counted apart: they use nearly every expert and would level everything.
+        They are kept apart from decode rows: a prompt uses nearly every expert and would level everything.
         """
         entry = self._entry(key)
-        uses = np.bincount(topk_ids.reshape(-1), minlength=self._shape[1])
-        if is_prefill:
-            if entry.prefill_counts is None:
-                entry.prefill_counts = np.zeros(self._shape)
-            self._decayed(entry.prefill_counts[layer_index], len(topk_ids))
-            entry.prefill_counts[layer_index] += uses
-            entry.prefill_tokens += len(topk_ids) if layer_index == 0 else 0
-            return
-        self._decayed(entry.counts[layer_index], len(topk_ids))
-        entry.counts[layer_index] += uses
-        is_used = uses > 0
-        entry.lookups += int(np.count_nonzero(is_used))
-        entry.hits += int(np.count_nonzero(is_used & was_resident))
-        entry.decode_tokens += len(topk_ids) if layer_index == 0 else 0
+        if entry.prefill_counts is None:
+            entry.prefill_counts = np.zeros(self._shape)
+        row = entry.prefill_counts[layer_index]
+        row *= self._decay ** len(topk_ids)
+        row += np.bincount(topk_ids.reshape(-1), minlength=self._shape[1])
+        entry.prefill_tokens += len(topk_ids) if layer_index == 0 else 0
 
     def add_counts(self, key: str, counts: npt.NDArray[np.integer], num_rows: int, hits: int) -> None:
         """Count ``num_rows`` decode rows of one key at once: uses [L, E], ``hits`` of them found resident."""
@@ -231,9 +216,6 @@ class ExpertTally:
             lookups=entry.lookups,
             hits=entry.hits,
         )
-
-    def _decayed(self, row: npt.NDArray[np.float64], num_tokens: int) -> None:
-        row *= self._decay**num_tokens
 
     def _entry(self, key: str) -> _Entry:
         entry = self._entries.get(key)
