@@ -17,7 +17,7 @@ import typer
 
 from services.app import Service
 from services.config import ServiceConfig
-from services.preflight import check_settings
+from services.preflight import check_settings, is_owned
 from services.service_file import read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
@@ -39,6 +39,9 @@ def request_upgrade(path: Path) -> None:
     config = ServiceConfig.load(path)
     check_settings(config)
     pid = int(read_service_file(config.state_dir)["pid"])
+    if not is_owned(config.state_dir):
+        # A service that was killed leaves its file behind, and its pid may be anybody's by now.
+        raise ConfigurationError(f"no service runs with state_dir {config.state_dir}: start one with `wisp serve`")
     order = secrets.token_hex(8)
     _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
     os.kill(pid, signal.SIGHUP)
@@ -78,10 +81,14 @@ class Upgrades:
             self._thread.start()
 
     def _carry_out(self) -> None:
+        path = _order_path(self._service.config.state_dir)
+        if not path.exists():
+            return  # A terminal that was closed sends SIGHUP too.
         order: dict[str, str] = {}
         error: str | None = None
         try:
-            order = json.loads(_order_path(self._service.config.state_dir).read_text())
+            order = json.loads(path.read_text())
+            path.unlink()
             typer.echo(f"wisp: upgrading to {order['config']}", err=True)
             self._service.upgrade(ServiceConfig.load(Path(order["config"])))
         except (WispError, OSError, ValueError, KeyError) as caught:

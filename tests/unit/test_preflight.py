@@ -1,5 +1,6 @@
 """What cannot start is refused at once, and a second service never touches the first one's state directory."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from services.config import HttpSettings, ModelSettings, PolicySettings
-from services.preflight import check_model, check_policy, check_port, own_state_dir
+from services.preflight import check_model, check_policy, check_port, is_owned, own_state_dir
 from wisp_core.errors import ConfigurationError
 
 CONFIG = """
@@ -21,11 +22,12 @@ tenants: [{{tenant_id: acme, key_file: {directory}/acme.key}}]
 """
 
 
-def serve(directory: Path, port: int) -> subprocess.CompletedProcess[str]:
+def serve(directory: Path, port: int, *options: str) -> subprocess.CompletedProcess[str]:
     (directory / "model").mkdir(exist_ok=True)
     (directory / "model" / "config.json").write_text("{}")
     (directory / "service.yaml").write_text(CONFIG.format(directory=directory, port=port))
     command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(directory / "service.yaml")]
+    command += options
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -40,6 +42,21 @@ def test_a_second_service_is_refused_and_leaves_the_first_alone(tmp_path: Path) 
     assert "Traceback" not in done.stderr
     with own_state_dir(state_dir):
         pass
+
+
+def test_an_upgrade_of_a_service_that_was_killed_signals_nobody(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    assert not is_owned(state_dir)
+    state_dir.mkdir()
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        (state_dir / "service.json").write_text(json.dumps({"pid": bystander.pid}))
+        done = serve(tmp_path, 8000, "--upgrade")
+        assert bystander.poll() is None
+        bystander.terminate()
+    assert (done.returncode, "no service runs" in done.stderr) == (2, True)
+    with own_state_dir(state_dir):
+        assert is_owned(state_dir)
+    assert not is_owned(state_dir)
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
