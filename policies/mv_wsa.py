@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wisp_core.allocation.cost_model import CostModel, CostTerms, missing_evidence, model_error
 from wisp_core.allocation.reuse_forecast import ReuseMemory, forecast
-from wisp_core.allocation.solver import explain_infeasible, marginals, solve
+from wisp_core.allocation.solver import explain_infeasible, marginals, smallest_cap_from, solve
 from wisp_core.contracts import Decision, Marginals, ReplicaSnapshot, ReuseBin, Split
 from wisp_core.errors import ConfigurationError
 
@@ -43,7 +43,7 @@ class MarginalValue:
         state = state.after(snapshot, self.reuse_memory_s)
         lacking = missing_evidence(snapshot)
         if lacking is not None:
-            return Decision(split=snapshot.split, reason=f"hold: {lacking}"), state
+            return _before_evidence(snapshot, lacking), state
         return self._decide(snapshot, forecast(snapshot, state.share(snapshot))), state
 
     def _decide(self, snapshot: ReplicaSnapshot, reuse: Sequence[ReuseBin]) -> Decision:
@@ -66,6 +66,15 @@ class MarginalValue:
             model_error=error,
             marginals=worth,
         )
+
+
+def _before_evidence(snapshot: ReplicaSnapshot, lacking: str) -> Decision:
+    """The predicted safe size of the sessions that are placed here, before a step of theirs has run; else a hold."""
+    wanted = smallest_cap_from(snapshot, snapshot.placed_safe_cap) if snapshot.placed_safe_cap else None
+    if wanted is None:
+        return Decision(split=snapshot.split, reason=f"hold: {lacking}")
+    reason = f"{lacking}, but the sessions placed here are predicted to need {snapshot.placed_safe_cap} slots"
+    return Decision(split=wanted, reason=reason)
 
 
 def _explain(now: CostTerms, then: CostTerms, move_s: float, worth: Marginals, error: float | None) -> str:

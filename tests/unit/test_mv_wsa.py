@@ -119,3 +119,14 @@ def test_follows_phases_both_ways_within_four_epochs() -> None:
             assert epochs <= 4
         decision, state = policy.decide(phase(split=split), state)
         assert decision.split == split, "it rests once it is there"
+
+
+def test_before_any_step_the_predicted_safe_size_counts() -> None:
+    """A restarted engine is sized for the sessions that will come back to it."""
+    quiet = make_snapshot(decode_steps_per_s=0.0, kv=KvDemand())
+    policy = MarginalValue()
+    decision, _ = policy.decide(quiet.model_copy(update={"placed_safe_cap": 6}), policy.initial_state())
+    assert decision.split.cap == 6
+    assert "predicted to need 6 slots" in decision.reason
+    held, _ = policy.decide(quiet, policy.initial_state())
+    assert held.split == quiet.split

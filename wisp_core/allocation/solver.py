@@ -104,6 +104,14 @@ def largest_cap_within(snapshot: ReplicaSnapshot, experts_bytes: float) -> Split
     return found[0] if found else None
 
 
+def smallest_cap_from(snapshot: ReplicaSnapshot, cap: int) -> Split | None:
+    """The feasible split of the smallest cap from ``cap`` on, else of the largest one. None: nothing is feasible."""
+    feasible = feasible_splits(snapshot)
+    enough = [split for split in feasible if split.cap >= cap]
+    found = enough[:1] or feasible[-1:]
+    return found[0] if found else None
+
+
 def solve(snapshot: ReplicaSnapshot, cost: Callable[[Split], float]) -> Solution | None:
     """The split of least ``cost`` among ``feasible_splits``; None when nothing is feasible.
 
