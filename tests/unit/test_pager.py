@@ -108,7 +108,7 @@ class StingyBacking(MemfdBacking):
         backing = self
 
         class Stingy(MemfdRegion):
-            def back(self, ranges: Iterable[ByteRange]) -> None:
+            def back(self, ranges: Iterable[ByteRange], *, is_zeroed: bool = True) -> None:
                 wanted = list(ranges)
                 size = sum(stop - start for start, stop in wanted)
                 if size > backing.budget_bytes:

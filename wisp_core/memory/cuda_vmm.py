@@ -7,6 +7,7 @@ budget, and the next region that is backed gets them: moving memory between regi
 
 from __future__ import annotations
 
+import bisect
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
@@ -129,22 +130,41 @@ class _AddressRange:
         """Map fillers, if there are any, at page indices ``[start, stop)``, where nothing is mapped."""
         if not self._fillers or start == stop:
             return
-        for first, last in self._filled.add(start, stop):
-            self._map(first, last, self._fillers[last - first])
+        self._map_fillers(start, stop)
         self._allow_access(start, stop)
 
-    def back(self, start: int, pages: list[Any]) -> None:
-        """Map ``pages`` in order from index ``start`` on, where no page is backed."""
-        stop = start + len(pages)
-        if self._fillers:
-            filled_start, filled_stop = self._filled.remove(start, stop)
-            self._unmap(filled_start, filled_stop)
-            self.fill(filled_start, start)
-            self.fill(stop, filled_stop)
-        for index, page in enumerate(pages, start):
+    def _map_fillers(self, start: int, stop: int) -> None:
+        for first, last in self._filled.add(start, stop):
+            self._map(first, last, self._fillers[last - first])
+
+    def back(self, runs: list[PageRange], pages: list[Any]) -> None:
+        """Map ``pages`` in order at ``runs``, ascending and apart, where no page is backed."""
+        indices = [index for run in runs for index in range(*run)]
+        backed = dict(zip(indices, pages, strict=True))
+        spans = self._unfill(runs) if self._fillers else runs
+        for index, page in backed.items():
             self._map(index, index + 1, page)
-        self._allow_access(start, stop)
-        self.pages.update(enumerate(pages, start))
+        # Driver calls cost by what was mapped, so each piece is mapped once and allowed with its neighbours.
+        for start, stop in spans:
+            for hole_start, hole_stop in _holes(start, stop, runs):
+                self._map_fillers(hole_start, hole_stop)
+            self._allow_access(start, stop)
+        self.pages.update(backed)
+
+    def _unfill(self, runs: list[PageRange]) -> list[PageRange]:
+        """Unmap the fillers that reach into ``runs``; returns what they covered."""
+        spans: list[PageRange] = []
+        for start, stop in runs:
+            cleared = spans[-1][1] if spans else start
+            if stop <= cleared:
+                continue
+            first, last = self._filled.remove(max(start, cleared), stop)
+            self._unmap(first, last)
+            if spans and first == cleared:
+                spans[-1] = (spans[-1][0], last)
+            else:
+                spans.append((first, last))
+        return spans
 
     def release(self, start: int, stop: int) -> list[Any]:
         """Unmap ``[start, stop)``, all of which is backed; returns the pages."""
@@ -195,24 +215,28 @@ class CudaRegion:
         """The whole range as an int8 tensor ``[num_bytes]``; only backed bytes may be touched."""
         return self._tensor
 
-    def back(self, ranges: Iterable[ByteRange]) -> None:
-        """Give pages to ``ranges``: new ones read as zeros, on any stream once this returns; backed ones stay.
+    def back(self, ranges: Iterable[ByteRange], *, is_zeroed: bool = True) -> None:
+        """Give pages to ``ranges``; backed ones stay. New ones read as zeros, on any stream once this returns.
 
         Raises MemoryError with nothing changed when the device has no pages left.
+
+        Args:
+            ranges: bytes from the region's start, whole pages.
+            is_zeroed: False: new pages may hold anything, for who writes before reading.
         """
-        wanted = self._pages(ranges) - self._range.pages.keys()
-        pages = self._pool.take(len(wanted))
-        if self._is_filled and wanted:
+        runs = list(_runs(self._pages(ranges) - self._range.pages.keys()))
+        if not runs:
+            return
+        pages = self._pool.take(sum(stop - start for start, stop in runs))
+        if self._is_filled:
             torch.cuda.synchronize(self._device)  # a stray access in flight may still need a filler
-        fresh = []
-        for start, stop in _runs(wanted):
-            self._range.back(start, [pages.pop() for _ in range(start, stop)])
-            fresh.append(self._tensor[start * self.page_bytes : stop * self.page_bytes])
-        if fresh:
+        self._range.back(runs, pages)
+        if is_zeroed:
             # A page may still hold weights, and attention would multiply their NaN bit patterns by zero. All at once:
             # a launch for each of many short runs takes longer than the zeros.
-            torch._foreach_zero_(fresh)
-        torch.cuda.current_stream(self._device).synchronize()
+            page_bytes = self.page_bytes
+            torch._foreach_zero_([self._tensor[start * page_bytes : stop * page_bytes] for start, stop in runs])
+            torch.cuda.current_stream(self._device).synchronize()
 
     def release(self, ranges: Iterable[ByteRange]) -> None:
         """Take the pages of ``ranges`` back; their content is lost.
@@ -233,7 +257,7 @@ class CudaRegion:
     def _make_tensor(self) -> torch.Tensor:
         # torch asks the driver whose memory the address is, so something must be mapped at that moment.
         self._range.fill(0, self._range.num_pages)
-        self._range.back(0, self._pool.take(1))
+        self._range.back([(0, 1)], self._pool.take(1))
         tensor = torch.as_tensor(self._range, device=self._device)
         self._pool.free += self._range.release(0, 1)
         return tensor
@@ -261,6 +285,19 @@ def _runs(pages: set[int]) -> Iterator[PageRange]:
         stop = page + 1
     if stop > start:
         yield start, stop
+
+
+def _holes(start: int, stop: int, runs: list[PageRange]) -> Iterator[PageRange]:
+    """The parts of ``[start, stop)`` between ``runs``, which ascend and lie apart."""
+    at = start
+    for run_start, run_stop in runs[bisect.bisect_left(runs, (start, start)) :]:
+        if run_start >= stop:
+            break
+        if at < run_start:
+            yield at, run_start
+        at = run_stop
+    if at < stop:
+        yield at, stop
 
 
 class CudaBacking:

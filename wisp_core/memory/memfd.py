@@ -43,8 +43,8 @@ class MemfdRegion:
         """The whole range as an int8 tensor ``[num_bytes]``; it keeps the mapping alive."""
         return torch.frombuffer(self._map, dtype=torch.int8)
 
-    def back(self, ranges: Iterable[ByteRange]) -> None:
-        """Give pages to ``ranges``; new ones read as zeros, backed ones keep their content.
+    def back(self, ranges: Iterable[ByteRange], *, is_zeroed: bool = True) -> None:
+        """Give pages to ``ranges``; new ones read as zeros, asked for or not; backed ones keep their content.
 
         Raises MemoryError with nothing changed when the system has no pages left.
         """

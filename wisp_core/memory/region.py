@@ -13,7 +13,7 @@ ByteRange = tuple[int, int]
 
 
 class Region(Protocol):
-    """One reserved range. Its address never changes; backed pages read as zeros until written."""
+    """One reserved range, whose address never changes."""
 
     name: str
     num_bytes: int
@@ -23,8 +23,11 @@ class Region(Protocol):
         """The whole range as an int8 tensor ``[num_bytes]``; only backed bytes may be touched."""
         ...
 
-    def back(self, ranges: Iterable[ByteRange]) -> None:
-        """Give pages to ``ranges``; they read as zeros. Raises MemoryError with nothing changed."""
+    def back(self, ranges: Iterable[ByteRange], *, is_zeroed: bool = True) -> None:
+        """Give pages to ``ranges``. Raises MemoryError with nothing changed.
+
+        New pages read as zeros; without ``is_zeroed`` they may hold anything, which is faster on a GPU.
+        """
         ...
 
     def release(self, ranges: Iterable[ByteRange]) -> None:

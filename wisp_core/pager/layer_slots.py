@@ -51,7 +51,8 @@ class LayerSlots:
 
     def back(self, old_cap: int, new_cap: int) -> None:
         """Give pages to slots up to ``new_cap``. Raises MemoryError with nothing changed."""
-        self.region.back(self._ranges(old_cap, new_cap))
+        # A slot is written before it is read; only the first is read by padding rows before anything came.
+        self.region.back(self._ranges(old_cap, new_cap), is_zeroed=old_cap == 0)
 
     def release(self, old_cap: int, new_cap: int) -> None:
         """Return the pages that only slots from ``new_cap`` on lie in."""
