@@ -245,12 +245,20 @@ def measure(config: FaultsConfig, say: Callable[[str], None]) -> list[dict[str, 
         write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
         with RunningService(directory, service_config(directory)) as service:
             rows, turns = asyncio.run(_inject_all(service, config, order, chooser, say))
-        good = [turn for turn in turns if turn.error is None and turn.tokens]
-        picked = good[:: max(1, len(good) // config.rescored)][: config.rescored]
-        answers: list[Answer] = [{"prompt": turn.prompt, "tokens": turn.tokens} for turn in picked]
-        gaps = rescore(str(directory / "model"), ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}, answers, directory)
-    rows.append({"rescored": len(gaps), "largest_gap": max(gaps), "above_limit": sum(gap > MAX_GAP for gap in gaps)})
+        rows.append(_rescored(turns, config, directory))
     return rows
+
+
+def _rescored(turns: list[TurnSeen], config: FaultsConfig, directory: Path) -> dict[str, Any]:
+    """A row: how far answers of the whole run are from those of an engine with all experts."""
+    good = [turn for turn in turns if turn.error is None and turn.tokens]
+    picked = good[:: max(1, len(good) // config.rescored)][: config.rescored]
+    answers: list[Answer] = [{"prompt": turn.prompt, "tokens": turn.tokens} for turn in picked]
+    try:
+        gaps = rescore(str(directory / "model"), ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}, answers, directory)
+    except RuntimeError as error:  # The faults themselves are worth keeping.
+        return {"rescored": 0, "largest_gap": 0.0, "above_limit": 0, "error": str(error)[-2000:]}
+    return {"rescored": len(gaps), "largest_gap": max(gaps), "above_limit": sum(gap > MAX_GAP for gap in gaps)}
 
 
 async def _inject_all(
@@ -296,3 +304,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "largest_gap": max(row["largest_gap"] for row in rescored),
         "answers_above_gap": sum(row["above_limit"] for row in rescored),
     }
+
+
+def holds(summary: dict[str, Any]) -> bool:
+    """Whether no turn was lost, everything came back, and every answer is the model's."""
+    return bool(
+        summary["lost_turns"] == summary["not_recovered"] == summary["answers_above_gap"] == 0
+        and summary["answers_rescored"] > 0
+    )

@@ -55,6 +55,8 @@ def test_a_fault_that_was_not_recovered_from_is_counted() -> None:
     rows = [{"kind": "engine", **good}, {"kind": "valkey", "not_recovered": "no turn"}, scored]
     summary = faults.summarize(rows)
     assert (summary["faults"], summary["lost_turns"], summary["not_recovered"]) == ({"engine": 1}, 1, 1)
+    assert not faults.holds(summary)
+    assert faults.holds(faults.summarize([{"kind": "engine", **good, "lost_turns": 0}, scored]))
     summary = faults.summarize([*rows, {"kind": "engine", **good, "recovery_s": 9.0}, {**scored, "largest_gap": 0.04}])
     assert (summary["answers_rescored"], summary["largest_gap"], summary["recovery_max_s"]) == (
         20,
