@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, ENGINE_ARGS, PROMPTS, SAMPLING, Answer, answers
+from ruined_checkpoint import ruin_experts
 
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.settings import WispSettings
@@ -51,24 +51,6 @@ def ask(model: Path, store_dir: Path | None, **arguments: Any) -> list[Answer]:
         found = answers(opened.generate(PROMPTS[:4], SAMPLING[:4]))
         opened.check_integrity()
     return found
-
-
-def ruin_experts(model: Path) -> int:
-    """Overwrite every expert's bytes in the checkpoint, which keeps its files' names, sizes and times; bytes ruined."""
-    num_bytes = 0
-    for path in model.glob("*.safetensors"):
-        times = path.stat()
-        with path.open("r+b") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-            for name, entry in header.items():
-                if ".experts." in name:
-                    start, stop = entry["data_offsets"]
-                    file.seek(8 + header_bytes + start)
-                    file.write(b"\x3f" * (stop - start))
-                    num_bytes += stop - start
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    return num_bytes
 
 
 @pytest.fixture(scope="module")

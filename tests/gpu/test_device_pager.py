@@ -108,6 +108,20 @@ def test_steps_counts_and_curve_equal_the_reference() -> None:
     assert paged.pager.decode_misses_by_cap() == pytest.approx(expected.tolist())
 
 
+def test_the_host_fetches_what_the_device_plans_where_that_cannot_reach_host_memory() -> None:
+    paged = Paged(cap=6)
+    for seed in range(8):
+        rows = 1 + seed % 4  # 16 ids at most: more experts than slots in some steps
+        paged.pager.begin_step(rows, is_prefill=False)
+        for layer, table in enumerate(paged.tables):
+            ids = routing(rows, seed)[layer]
+            slot_ids = paged.pager.fetch_by_host(layer, torch.from_numpy(ids).to(DEVICE))
+            assert slot_ids.tolist() == table.plan(ids).slot_ids.tolist()
+            paged.check_contents(layer, table)
+    paged.pager.check_integrity()
+    assert paged.pager.counts_decode.misses == sum(table.decode.misses for table in paged.tables) > 0
+
+
 def test_a_prefill_leaves_the_working_set_alone() -> None:
     paged = Paged(cap=6)
     for seed in range(5):

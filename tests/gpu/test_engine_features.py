@@ -72,6 +72,12 @@ def test_a_second_process_attaches_to_the_host_copy(
     assert counts["used"] > 0
 
 
+def test_an_engine_whose_host_memory_is_not_locked_answers_alike(model: str, resident: str) -> None:
+    unlocked = run(model, {"cap": 32, "vram_budget_bytes": BUDGET_BYTES, "lock_host_memory": False})
+    assert unlocked["answers"] == resident
+    assert unlocked["decode"]["hits"] > 0, "decode steps still take experts into slots"
+
+
 def test_a_model_that_fits_is_not_paged(model: str, resident: str) -> None:
     budget_bytes = 24 * 10**9
     bypassed = run(model, {"vram_budget_bytes": budget_bytes})

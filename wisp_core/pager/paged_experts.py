@@ -70,7 +70,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self._pager = _pager_of_engine(vllm_config, moe_config, settings, platform)
         self._pager_index = self._pager.add_layer()
         self._run = platform.runner(self._pager, self._pager_index, self)
-        self._intercept(quant_method, self._pager)
+        self._intercept(quant_method, self._pager, vllm_config.compilation_config)
         return quant_method
 
     def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         output: torch.Tensor = super().forward_modular(x, topk_weights, topk_ids)
         return output
 
-    def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager) -> None:
+    def _intercept(self, quant_method: FusedMoEMethodBase, pager: ExpertPager, compilation_config: Any) -> None:
         """Create this layer's weights in host memory and page them once they are in the kernel's format."""
         host = pager.host_memory
         create_weights: Callable[..., None] = quant_method.create_weights
@@ -148,6 +148,8 @@ class PagedRoutedExperts(RoutedExperts):  # type: ignore[misc]
                 parameter.data = slots[name]
             if pager.is_ready:
                 host.finish()
+                if not host.is_in_reach:
+                    compilation_config.cudagraph_mode = CUDAGraphMode.NONE  # nothing is captured yet
                 _log_ready(pager)
 
         # Else vLLM moves each layer to the device for post-processing and back to the host afterwards.
@@ -245,13 +247,30 @@ class _Device:
             moe_config.experts_per_token,
             device=torch.device(self._device_type, torch.accelerator.current_device_index()),
             backing=CudaBacking(self._device_type),
-            host_memory=PinnedMemory(settings.host_memory_bytes, _host_files(settings, vllm_config)),
+            host_memory=PinnedMemory(
+                settings.host_memory_bytes,
+                _host_files(settings, vllm_config),
+                is_locking=settings.lock_host_memory,
+            ),
         )
 
     def runner(self, pager: Any, index: int, layer: PagedRoutedExperts) -> RunLayer:
         from wisp_core.pager.device.layer_runner import LayerRunner
+        from wisp_core.pager.device.unlocked_runner import UnlockedRunner
 
-        return LayerRunner(pager, index, layer).run
+        locked, unlocked = LayerRunner(pager, index, layer), UnlockedRunner(pager, index, layer)
+
+        def run(
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            describe: Callable[[], ForwardInfo | None],
+        ) -> torch.Tensor:
+            # Which one is known once the weights are created.
+            runner = locked if pager.host_memory.is_in_reach else unlocked
+            return runner.run(x, topk_weights, topk_ids, describe)
+
+        return run
 
 
 _Platform = _Host | _Device

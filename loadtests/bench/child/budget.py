@@ -25,6 +25,7 @@ from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.pass_tokens import card_of_device
 from wisp_core.pager.registry import current_pager
 from wisp_core.planner.cards import Card
+from wisp_core.planner.engine_pass import choose_for_engine
 from wisp_core.planner.estimate import Estimate, decode_estimate, first_token_estimate
 from wisp_core.planner.model_config import read_config
 from wisp_core.planner.model_shape import read_shape
@@ -48,7 +49,7 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
         replay = build_replay(job.trace)
         replay_in_wisp_workers()
         replay_with(replay)
-        plan = plan_budget(job, budget_bytes, card_of_device().with_link(link_bytes_per_s))
+        plan = plan_budget(job, budget_bytes, card_of_device(), link_bytes_per_s)
         planned = settings.model_copy(update={"cap": plan.split.cap, "other_bytes": plan.other_bytes})
         started_s = time.perf_counter()
         engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), planned)
@@ -80,16 +81,17 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
             engine.shutdown()
 
 
-def plan_budget(job: BudgetJob, budget_bytes: int, card: Card) -> Plan:
-    """What `wisp plan` would say."""
+def plan_budget(job: BudgetJob, budget_bytes: int, card: Card, link_bytes_per_s: float) -> Plan:
+    """What `wisp plan` would say of the passes that the engine will choose."""
     model, arguments = job.engine.model, job.engine.engine_args
     return make_plan(
         PlanRequest(
             shape=read_shape(read_config(model), name=model),
-            card=card,
+            card=card.with_link(link_bytes_per_s),
             budget_bytes=budget_bytes,
             concurrency=int(str(arguments["max_num_seqs"])),
             max_model_len=int(str(arguments["max_model_len"])),
+            chunk_tokens=choose_for_engine(model, arguments, budget_bytes, card).chosen.tokens,
         )
     )
 

@@ -185,6 +185,21 @@ class DevicePager(PagedLayers[_Layer]):
         plan_step(self._layer(index).state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path)
         return slot_ids
 
+    def fetch_by_host(self, index: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """`plan` on the path DECODE where the device cannot read host memory: the host makes the copies.
+
+        Waits for the device, and fits no graph.
+        """
+        layer = self._layer(index)
+        slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
+        plan_step(layer.state, topk_ids, slot_ids, self._device_state.num_valid_rows)
+        for expert, slot in layer.state.read_list():
+            if slot == NO_SLOT:
+                continue
+            for name, slots in layer.slots.tensors.items():
+                slots[slot].copy_(layer.store.rows(name)[expert])
+        return slot_ids
+
     def plan_products(self, index: int, topk_ids: torch.Tensor, blocks: Blocks | None) -> DecodePlan:
         """`plan` on the path DECODE for products that run beside its copies; they must be launched next."""
         slot_ids = self._plan_decode(index, topk_ids, blocks, is_marking=True)

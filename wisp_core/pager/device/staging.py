@@ -163,7 +163,8 @@ class Staging:
 def experts_in_no_slot(slot_ids: torch.Tensor, num_experts: int) -> list[int]:
     """Experts that a plan has marked as ``num_experts + expert``, ascending. Waits for the device."""
     marked = np.unique(slot_ids.cpu().numpy())
-    return (marked[marked >= num_experts] - num_experts).tolist()
+    experts: list[int] = (marked[marked >= num_experts] - num_experts).tolist()
+    return experts
 
 
 def _runs(experts: list[int]) -> list[tuple[int, int, int]]:
