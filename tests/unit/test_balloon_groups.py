@@ -86,14 +86,18 @@ def test_usable_blocks_leave_out_the_null_block() -> None:
 
 def test_uncached_groups_go_first_then_the_least_recently_used() -> None:
     # vLLM evicts from the left. Groups of two: 4 is uncached, 2 was used last, 1 before it, 3 has a block in use.
-    order = [(8, False), (9, False), (2, True), (4, True), (3, True), (5, True), (7, True)]
-    assert free_groups(order, 2) == [4, 1, 2]
+    are_cached = [False, False, True, True, True, True, True]
+    assert free_groups([8, 9, 2, 4, 3, 5, 7], are_cached, 2) == [4, 1, 2]
 
 
 def test_the_null_group_never_goes() -> None:
-    assert free_groups([(1, False), (2, False), (3, False)], 2) == [1]
+    assert free_groups([1, 2, 3], [False] * 3, 2) == [1]
+    assert free_groups([1, 0], [False] * 2, 2) == []
+
+
+def test_no_free_block_is_no_free_group() -> None:
+    assert free_groups([], [], 2) == []
 
 
 def test_a_group_is_as_valuable_as_its_most_valuable_block() -> None:
-    order = [(2, False), (4, True), (5, True), (3, True)]
-    assert free_groups(order, 2) == [2, 1]
+    assert free_groups([2, 4, 5, 3], [False, True, True, True], 2) == [2, 1]

@@ -61,7 +61,8 @@ class BlockBalloon:
     def available_groups(self) -> list[int]:
         """Wholly free groups, those to take first in front."""
         queue = self._pool.free_block_queue.get_all_free_blocks()
-        return free_groups([(block.block_id, block.block_hash is not None) for block in queue], self.group_blocks)
+        are_cached = [block.block_hash is not None for block in queue]
+        return free_groups([block.block_id for block in queue], are_cached, self.group_blocks)
 
     def take(self, groups: list[int]) -> None:
         """Take wholly free ``groups``; cached prefixes in them are forgotten."""

@@ -26,6 +26,15 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """A part of a move: KV groups go, then the cap changes, then groups come."""
+
+    num_unmapped: int
+    cap: int
+    num_mapped: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refusal:
     """Why a split is not put into effect."""
 
@@ -79,6 +88,31 @@ def plan_move(
         groups_after=groups_after,
         bytes_moved=max(kv_bytes, abs(experts[target.cap] - experts[before.cap])),
     )
+
+
+def steps_of(move: Move, layout: MemoryLayout, *, budget_bytes: int, step_bytes: int) -> list[Step]:
+    """Cut ``move`` into steps of about ``step_bytes``, a cap or a group at the least.
+
+    Between any two the pools fit the budget, so the giver's share of a step never comes after the taker's.
+    """
+    num_steps = max(1, -(-move.bytes_moved // step_bytes))
+    groups_change = move.groups_after - move.groups_before
+    steps: list[Step] = []
+    cap, groups = move.cap_before, move.groups_before
+    for index in range(1, num_steps + 1):
+        cap_then = move.cap_before + (move.cap_after - move.cap_before) * index // num_steps
+        groups_then = move.groups_before + groups_change * index // num_steps
+        affordable = (budget_bytes - layout.experts_bytes_by_cap[cap_then]) // (
+            layout.kv_group_blocks * layout.block_bytes
+        )
+        groups_then = max(min(groups_then, affordable), min(move.groups_before, move.groups_after))
+        if index == num_steps:
+            cap_then, groups_then = move.cap_after, move.groups_after
+        step = Step(num_unmapped=max(0, groups - groups_then), cap=cap_then, num_mapped=max(0, groups_then - groups))
+        if step.num_unmapped or step.num_mapped or cap_then != cap:
+            steps.append(step)
+        cap, groups = cap_then, groups_then
+    return steps
 
 
 def _impossible(layout: MemoryLayout, budget_bytes: int, target: Split, usable_after: int) -> str | None:

@@ -1,7 +1,8 @@
 """One resize of a live engine: a revisioned, idempotent transaction over an `EngineControl`.
 
 Order: the giver first. KV gives by *take* (scheduler) then *unmap* (worker); it gains by *map* (zero pages) then
-*give*. A step that fails has changed nothing, and the steps before it are undone in reverse. If the resizer itself
+*give*. Pages move a step at a time, so that each command holds the engine up for a bounded time, and the engine runs
+between them. A command that fails has changed nothing, and those before it are undone in reverse. If the resizer itself
 is stopped between two steps, groups stay out of the pool with their pages accounted: that loses blocks, never data,
 and the next resize gives them back first.
 """
@@ -15,8 +16,11 @@ from contextlib import suppress
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError, EngineControl
 from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport
-from wisp_core.engine.resize_plan import Move, Refusal, plan_move, static_floor_blocks
+from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_move, static_floor_blocks, steps_of
 from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
+
+_STEP_BYTES = 512 << 20
+"""Moved by one command: some 20 ms on a GPU, which maps and unmaps 2 MiB in 65 us."""
 
 _FINAL = (Outcome.APPLIED, Outcome.FAILED)
 
@@ -31,13 +35,21 @@ class Resizer:
     """Applies plans to one incarnation of one engine, one at a time."""
 
     def __init__(
-        self, control: EngineControl, facts: LayoutReport, *, replica_id: str, incarnation: str, drain_timeout_s: float
+        self,
+        control: EngineControl,
+        facts: LayoutReport,
+        *,
+        replica_id: str,
+        incarnation: str,
+        drain_timeout_s: float,
+        step_bytes: int = _STEP_BYTES,
     ) -> None:
         self._control = control
         self._facts = facts
         self._replica_id = replica_id
         self._incarnation = incarnation
         self._drain_timeout_s = drain_timeout_s
+        self._step_bytes = step_bytes
         self._in_progress: int | None = None
         self._is_draining = False
         self._handled: dict[int, ResizeOutcome] = {}
@@ -147,19 +159,24 @@ class Resizer:
             await self._control.resume()
 
     async def _act(self, move: Move, taken: list[int]) -> None:
+        budget_bytes, layout = self._facts.budget_bytes, self._facts.layout
         undos: list[Undo] = []
         try:
-            if move.groups_after < move.groups_before:
-                await self._shrink_kv(move.groups_before - move.groups_after, undos)
-            if move.cap_after != move.cap_before:
-                await self._control.set_cap(move.cap_after)
-                undos.append(lambda: self._control.set_cap(move.cap_before))
-            if move.groups_after > move.groups_before:
-                await self._grow_kv(taken[: move.groups_after - move.groups_before], undos)
+            leaving = await self._take(move.groups_before - move.groups_after, undos)
+            coming = taken[: max(0, move.groups_after - move.groups_before)]
+            cap, num_mapped = move.cap_before, 0
+            for step in steps_of(move, layout, budget_bytes=budget_bytes, step_bytes=self._step_bytes):
+                await self._act_step(step, cap, leaving, coming[num_mapped:], undos)
+                leaving, cap, num_mapped = leaving[step.num_unmapped :], step.cap, num_mapped + step.num_mapped
+            if coming:
+                await self._control.give_groups(coming)
         except CommandFailedError as error:
             raise CommandFailedError(f"{error}; {await _roll_back(undos)}") from error
 
-    async def _shrink_kv(self, num_groups: int, undos: list[Undo]) -> None:
+    async def _take(self, num_groups: int, undos: list[Undo]) -> list[int]:
+        """Take groups out of vLLM's pool; none for a number that is not positive."""
+        if num_groups <= 0:
+            return []
         take = await self._control.take_groups(num_groups)
         groups = list(take.groups)
         if not groups:
@@ -168,13 +185,20 @@ class Resizer:
                 f"be left, running turns need {take.floor_blocks}"
             )
         undos.append(lambda: self._control.give_groups(groups))
-        await self._control.unmap_groups(groups)
-        undos.append(lambda: self._control.map_groups(groups))
+        return groups
 
-    async def _grow_kv(self, groups: list[int], undos: list[Undo]) -> None:
-        await self._control.map_groups(groups)
-        undos.append(lambda: self._control.unmap_groups(groups))
-        await self._control.give_groups(groups)
+    async def _act_step(
+        self, step: Step, cap_before: int, leaving: list[int], coming: list[int], undos: list[Undo]
+    ) -> None:
+        if unmapped := leaving[: step.num_unmapped]:
+            await self._control.unmap_groups(unmapped)
+            undos.append(lambda: self._control.map_groups(unmapped))
+        if step.cap != cap_before:
+            await self._control.set_cap(step.cap)
+            undos.append(lambda: self._control.set_cap(cap_before))
+        if mapped := coming[: step.num_mapped]:
+            await self._control.map_groups(mapped)
+            undos.append(lambda: self._control.unmap_groups(mapped))
 
     async def _reconciled(self) -> tuple[SchedulerReport, MemoryReport]:
         """Reports after giving back what a stopped resize has left out of the pool."""

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.region import ByteRange
 
@@ -121,21 +123,22 @@ def usable_blocks(num_groups: int, group_blocks: int) -> int:
     return num_groups * group_blocks - 1
 
 
-def free_groups(free_blocks: Sequence[tuple[int, bool]], group_blocks: int) -> list[int]:
+def free_groups(block_ids: Sequence[int], are_cached: Sequence[bool], group_blocks: int) -> list[int]:
     """Wholly free groups in the order in which they should go, the null group never among them.
 
     A group whose blocks are all uncached goes first. The others follow by their most valuable block: the cached one
     that vLLM would evict last.
 
     Args:
-        free_blocks: ``(block id, is cached)`` in vLLM's eviction order, first to be evicted first.
+        block_ids: The free blocks in vLLM's eviction order, first to be evicted first.
+        are_cached: For each of them, whether it holds a reusable prefix.
         group_blocks: Blocks per group.
     """
-    members: dict[int, int] = {}
-    value: dict[int, int] = {}
-    for position, (block_id, is_cached) in enumerate(free_blocks):
-        group = block_id // group_blocks
-        members[group] = members.get(group, 0) + 1
-        value[group] = position if is_cached else value.get(group, -1)
-    whole = (group for group, count in members.items() if count == group_blocks and group != NULL_GROUP)
-    return sorted(whole, key=lambda group: (value[group], -group))
+    groups = np.asarray(block_ids, dtype=np.int64) // group_blocks
+    is_whole = np.bincount(groups, minlength=NULL_GROUP + 1) == group_blocks
+    is_whole[NULL_GROUP] = False
+    value = np.full(len(is_whole), -1, dtype=np.int64)
+    cached_at = np.flatnonzero(np.asarray(are_cached, dtype=bool))
+    value[groups[cached_at]] = cached_at  # ascending, so that a group keeps its last
+    whole = np.flatnonzero(is_whole)
+    return [int(group) for group in whole[np.lexsort((-whole, value[whole]))]]
