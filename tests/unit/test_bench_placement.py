@@ -54,7 +54,7 @@ def test_simulated_topics_gather_and_nothing_else_changes() -> None:
     assert summary["miss_vs_pow2"] < 0.75
     assert summary["miss_vs_hash"] < 0.85
     assert summary["p95_turn_vs_pow2"] < 1.0
-    assert list(summary["by_work"]) == ["topics, zipf 2", "shuffled topics", "equal topics"]
+    assert list(summary["by_work"]) == ["topics, zipf 2", "shuffled topics", "equal topics", "unseen topics"]
     assert summary["by_work"]["equal topics"]["mean_turn_vs_pow2"] < 1.15
 
 
