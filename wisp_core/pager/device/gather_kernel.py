@@ -5,7 +5,8 @@ expert, so the same captured launch copies any number of them. The plan kernel c
 of its own copies what may come later, and moves slots onto slots.
 
 Reads by programs have a ceiling of their own: 51.3 GB/s on an H200 whose copy engine reaches 55.4. 8 programs reach it,
-and neither load hints, bulk copies through shared memory, huge pages nor write-combined memory raise it (all tried).
+and neither load hints, bulk copies through shared memory, another fetch granularity of the L2 cache, huge pages nor
+write-combined memory raise it (all tried).
 Host rows must start on 128 bytes for that: at 64, as malloc and torch place them, it is 49.3 GB/s.
 """
 
@@ -152,7 +153,7 @@ class Gather:
         device: torch.device | str,
         *,
         chunk_bytes: int = 32 << 10,
-        num_programs: int = 16,
+        num_programs: int = 8,
         num_warps: int = 8,
     ) -> None:
         """Prepare copies of row ``s`` of each source onto row ``t`` of its target.
@@ -163,7 +164,8 @@ class Gather:
             targets: on ``device``, as many, with equal rows.
             device: where the kernel runs.
             chunk_bytes: what one program copies at a time, a power of two.
-            num_programs: how many programs run at once; the link needs 8 or more, moves on the device more.
+            num_programs: how many programs run at once. The link needs 8, moves on the device more; each costs a step
+                that misses nothing 0.03 us per layer (measured with 8, 16 and 32).
             num_warps: warps of each program.
 
         Raises:
