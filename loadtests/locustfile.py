@@ -1,6 +1,7 @@
 """A Locust user that is an agent session: bursts of tool-call turns, now and then a turn with a long document.
 
-Headless against a running service: ``wisp load --users 8 --run-time 30s``.
+Headless against a running service: ``wisp load --users 8 --run-time 30s``. With ``--wisp-phase-s`` all users do the one
+for so long, then the other, so that what the service is asked for has phases.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from services.demo.workload import Agent, AgentSpec, Turn
 
 _NUM_TOPICS = 8
 _MAX_CONTEXT_TOKENS = 2000
-_LONG_WORDS = 1500
+_LONG_CONTEXT_TOKENS = 800  # beyond the long document's words
+_BURSTS_PER_DOCUMENT = 8
+_FOLLOW_UPS = 3  # to a document in a phase of documents
 _numbers = itertools.count()
 
 
@@ -28,6 +31,8 @@ _numbers = itertools.count()
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--wisp-model", default="tiny-moe", help="Model name.")
     parser.add_argument("--wisp-keys", default="{}", help="JSON: key file by tenant.")
+    parser.add_argument("--wisp-long-words", type=int, default=1500, help="Words of a long document.")
+    parser.add_argument("--wisp-phase-s", type=float, default=0.0, help="Length of a phase; 0: none.")
 
 
 class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
@@ -47,20 +52,37 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
             tenant=tenant, user=f"load-{number % 6}", session_id=f"load-{number}", topic=number % _NUM_TOPICS
         )
         self._num_agents = 0
+        self._long_words: int = options.wisp_long_words
+        self._max_context_tokens = max(_MAX_CONTEXT_TOKENS, self._long_words + _LONG_CONTEXT_TOKENS)
+        self._phase_s: float = options.wisp_phase_s
+        self._started_s = time.monotonic()
         self._renew()
 
-    @task(8)  # type: ignore[untyped-decorator]
+    @task  # type: ignore[untyped-decorator]
+    def work(self) -> None:
+        """What the phase is for; without phases mostly bursts."""
+        if self._phase_s > 0:
+            is_long = int((time.monotonic() - self._started_s) / self._phase_s) % 2 == 1
+            if is_long:
+                self.long_document(_FOLLOW_UPS)
+            else:
+                self.burst()
+        elif random.randrange(_BURSTS_PER_DOCUMENT + 1):
+            self.burst()
+        else:
+            self.long_document(1)
+
     def burst(self) -> None:
         """Two to six short turns, without a pause."""
         for _ in range(random.randint(2, 6)):
             self._turn(self._agent.burst_turn(), "burst turn")
 
-    @task(1)  # type: ignore[untyped-decorator]
-    def long_document(self) -> None:
-        """One turn with a long document in it, and a question about it."""
+    def long_document(self, num_questions: int) -> None:
+        """One turn with a long document in it, and questions about it."""
         self._renew()
-        self._turn(self._agent.long_turn(_LONG_WORDS), "long turn")
-        self._turn(self._agent.long_turn(30), "follow-up turn")
+        self._turn(self._agent.long_turn(self._long_words), "long turn")
+        for _ in range(num_questions):
+            self._turn(self._agent.long_turn(30), "follow-up turn")
         self._renew()
 
     def _renew(self) -> None:
@@ -112,7 +134,7 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
                 _add_calls(calls, choice["delta"].get("tool_calls") or ())
         if usage is None:
             return None
-        if usage["total_tokens"] > _MAX_CONTEXT_TOKENS:
+        if usage["total_tokens"] > self._max_context_tokens:
             self._renew()
         message: dict[str, Any] = {"role": "assistant", "content": text}
         return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})

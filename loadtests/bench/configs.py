@@ -73,7 +73,7 @@ class PrefillConfig:
     repeats: int = 2
     enough_s: float = 1.5  # of one kind: a pass over all experts takes most of a second
     baseline_enough_s: float = 1.0
-    baseline_max_total_tokens: int = 8000
+    baseline_max_total_tokens: int = 32000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ def decode_h200() -> DecodeConfig:
     """
     baselines = (
         (Mode.UVA_EXPERTS, 0.25),
-        (Mode.UVA_EXPERTS, 0.5),
         (Mode.PREFETCH_OFFLOAD, 0.25),
         (Mode.UVA_ALL, 0.25),
         (Mode.OFFLOAD_COPY, 0.25),
+        (Mode.UVA_EXPERTS, 0.5),
     )
     return DecodeConfig(engine=gpu_engine("qwen3-30b-a3b", kv_bytes=_GIB), baselines=baselines)
 

@@ -41,6 +41,10 @@ class ServiceRun:
     users: int = 8
     run_time: str = "5m"
     num_samples: int = 24
+    phase_s: float = 0.0
+    """Length of the phases in which all sessions do the same, bursts first; 0: no phases."""
+    long_words: int = 1500
+    """Of a long document."""
     is_engine_killed: bool = True
     """Kill one replica's engine after the load and time until it serves again."""
 
@@ -123,7 +127,8 @@ class _Watch:
         facts = await asyncio.to_thread(read_service_file, self._config.state_dir)
         admin_key = read_or_create(secret_path(self._config.state_dir, "admin"))
         before = Counters.read(facts["url"], admin_key)
-        code, rows = await asyncio.to_thread(run_locust, facts, self._run.users, self._run.run_time)
+        work = ["--wisp-phase-s", str(self._run.phase_s), "--wisp-long-words", str(self._run.long_words)]
+        code, rows = await asyncio.to_thread(run_locust, facts, self._run.users, self._run.run_time, work)
         after = Counters.read(facts["url"], admin_key)
         self._found.rows += [_locust_row(row) for row in rows]
         self._found.rows += [await self._replica_row(store, one) for one in await store.list_snapshots()]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,15 +72,20 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
     return code
 
 
-def run_locust(facts: dict[str, Any], users: int, run_time: str) -> tuple[int, list[dict[str, str]]]:
-    """Exit code and the rows of Locust's table, as text. ``facts`` are those of the service's file."""
+def run_locust(
+    facts: dict[str, Any], users: int, run_time: str, extra: Sequence[str] = ()
+) -> tuple[int, list[dict[str, str]]]:
+    """Exit code and the rows of Locust's table, as text. ``facts`` are those of the service's file.
+
+    ``extra`` are further options, such as those that the file of its users adds.
+    """
     # Its own process: Locust patches the standard library for gevent at import.
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary"]
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", run_time, "--stop-timeout", "60"]
         command += ["--host", facts["url"], "--csv", f"{directory}/load", "--loglevel", "WARNING"]
         command += ["--wisp-model", facts["model"], "--wisp-keys", json.dumps(facts["key_files"])]
-        done = subprocess.run(command, check=False)
+        done = subprocess.run([*command, *extra], check=False)
         try:
             with (Path(directory) / "load_stats.csv").open(newline="") as file:
                 return done.returncode, list(csv.DictReader(file))
