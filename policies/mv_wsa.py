@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wisp_core.allocation.cost_model import CostModel, CostTerms, missing_evidence, model_error
-from wisp_core.allocation.reuse_forecast import ReuseMemory, forecast
-from wisp_core.allocation.solver import explain_infeasible, marginals, smallest_cap_from, solve
+from wisp_core.allocation.reuse_forecast import forecast
+from wisp_core.allocation.solver import explain_infeasible, feasible_splits, marginals, smallest_cap_from, solve
 from wisp_core.contracts import Decision, Marginals, ReplicaSnapshot, ReuseBin, Split
 from wisp_core.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarginalValue:
-    """Evaluates the cost model at every feasible cap and takes the least. Remembers only how much of prompts is reused.
+    """Evaluates the cost model at every feasible cap and takes the least. No memory: the snapshot's measures look back.
 
     ``horizon_s`` is how long the work is taken to stay as it is: what a move costs once (empty slots and blocks) is
-    spread over it, so that a split which is only a little better is not worth a refill. ``reuse_memory_s`` is how long
-    the reused share of prompts is remembered, over phases. ``growth_fraction``: contexts grow while sessions go on, so
-    demand and distances of reuse are taken to become up to this much larger; without it the best split is often the
-    one where everything just fits, and the next turn it does not.
+    spread over it, so that a split which is only a little better is not worth a refill. With ``growth_fraction`` demand
+    and distances of reuse are taken to become up to this much larger: for contexts that all grow together. Sessions of
+    every age need none, and it hides what a pool is worth where the largest one just holds the work.
     """
 
     horizon_s: float = 120.0
-    reuse_memory_s: float = 300.0
-    growth_fraction: float = 0.2
+    growth_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("horizon_s", "reuse_memory_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"policy.settings.{name}: {getattr(self, name)} is not above 0")
+        if self.horizon_s <= 0:
+            raise ConfigurationError(f"policy.settings.horizon_s: {self.horizon_s} is not above 0")
         if self.growth_fraction < 0:
             raise ConfigurationError(f"policy.settings.growth_fraction: {self.growth_fraction} is below 0")
 
-    def initial_state(self) -> ReuseMemory:
-        """Nothing seen yet."""
-        return ReuseMemory()
+    def initial_state(self) -> None:
+        """Nothing to remember."""
 
-    def decide(self, snapshot: ReplicaSnapshot, state: ReuseMemory) -> tuple[Decision, ReuseMemory]:
+    def decide(self, snapshot: ReplicaSnapshot, state: None) -> tuple[Decision, None]:
         """The cheapest feasible split, or a hold where the snapshot says too little or nothing is feasible."""
-        state = state.after(snapshot, self.reuse_memory_s)
         lacking = missing_evidence(snapshot)
         if lacking is not None:
-            return _before_evidence(snapshot, lacking), state
-        return self._decide(snapshot, forecast(snapshot, state.share(snapshot))), state
+            return _before_evidence(snapshot, lacking), None
+        return self._decide(snapshot, forecast(snapshot)), None
+
+    def valleys(self, snapshots: Sequence[ReplicaSnapshot]) -> list[Split]:
+        """Splits of locally least latency over all of ``snapshots``, the least first; offline, from a trace.
+
+        Each snapshot is of its own ``window_s``. What phases cost is added up, as the cost of their mean is not the
+        mean of their costs; an engine second counts for every turn that waits for it. Empty when nothing is feasible,
+        or nothing is known.
+        """
+        known = [one for one in snapshots if missing_evidence(one) is None]
+        if not known:
+            return []
+        weights = [one.window_s * max(one.kv.mean_turns, 1.0) for one in known]
+        models = [CostModel.from_snapshot(one, forecast(one), growth_fraction=self.growth_fraction) for one in known]
+        splits = feasible_splits(known[-1])
+        costs = [
+            sum(weight * model.cost(split) for weight, model in zip(weights, models, strict=True)) for split in splits
+        ]
+        around = [math.inf, *costs, math.inf]
+        bottoms = [place for place, cost in enumerate(costs) if around[place] > cost <= around[place + 2]]
+        return [splits[place] for place in sorted(bottoms, key=costs.__getitem__)]
 
     def _decide(self, snapshot: ReplicaSnapshot, reuse: Sequence[ReuseBin]) -> Decision:
         model = CostModel.from_snapshot(snapshot, reuse, growth_fraction=self.growth_fraction)

@@ -170,6 +170,9 @@ class KvDemand(Value):
         default=(), description="Blocks needed in full over time, ascending; empty: only the peak is known."
     )
     reuse: tuple[ReuseBin, ...] = Field(default=(), description="Prefix reuse by distance, ascending in blocks.")
+    return_share: float | None = Field(
+        default=None, ge=0, le=1, description="Share of turns that are followed by another of their conversation."
+    )
 
 
 class ReplicaSnapshot(Contract):

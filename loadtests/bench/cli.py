@@ -311,38 +311,37 @@ def prefetch(
 def online(
     policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
     caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
-    workflow: Annotated[str, typer.Option(help="A workflow of loadtests.traces.")] = "phase_shift",
-    turns: Annotated[int, typer.Option(min=1, help="Turns of the fixed set.")] = 400,
-    agents_scale: Annotated[float, typer.Option(help="Factor on the workflow's concurrent agents.")] = 1.5,
+    workflow: Annotated[str, typer.Option(help="One of loadtests.bench.online.workload.PHASES.")] = "shifts",
+    turns: Annotated[int | None, typer.Option(min=1, help="Turns of the fixed set.")] = None,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
+    deadline_s: Annotated[float | None, typer.Option(min=1, help="Cut each way after so many seconds.")] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="Run nothing: rows of this results file; again.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Directory for recordings, for wisp simulate replay.")] = None,
     output: Output = None,
     work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,
 ) -> None:
-    """Turns per second of a live service whose work has phases: divided online, and by every static split (CPU)."""
+    """Turns per second of a live service whose work has phases: divided online, and by every static split (CPU).
+
+    Ways may run in processes of their own (--policy none --caps 16, and --caps none), and be merged afterwards.
+    """
     # Ray reads these when it is imported, and the service imports Ray.
     prepare_driver()
-    from loadtests.bench.child.hardware import hardware, versions
-    from loadtests.bench.online import run
+    from loadtests.bench.online import command
     from loadtests.bench.online.config import OnlineConfig
-    from loadtests.bench.online.figures import compare
 
-    config = OnlineConfig(policy=policy, workflow=workflow, num_turns=turns, agents_scale=agents_scale, seed=seed)
+    config = OnlineConfig(policy=policy, workflow=workflow, seed=seed)
+    given: dict[str, Any] = {"num_turns": turns, "deadline_s": deadline_s}
     if caps is not None:
-        config = dataclasses.replace(config, caps=() if caps == "none" else options.integers(caps))
+        given["caps"] = () if caps == "none" else options.integers(caps)
+    config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
     path = (output or report.result_path(config.name, "cpu")).resolve()
-    command = _command()
-
-    def measured(rows: list[report.Row]) -> Measured:
-        return Measured(rows=rows, hardware=hardware(), versions=versions())
-
-    def save(rows: list[report.Row]) -> None:
-        report.write_result(path, config, command, measured(rows), compare(rows))
-
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = run.run_online(config, work_dir or Path(scratch), say=_say, on_rows=save)
-    report.print_table(f"{config.name}: {config.workflow}", rows, _ONLINE_COLUMNS)
-    typer.echo(report.last_line(config, path, measured(rows), compare(rows)))
-    if any("error" in row for row in rows):
+    if merge:
+        result = command.merge(merge, path)
+    else:
+        result = command.measure(config, path, _command(), record=record, work_dir=work_dir, say=_say)
+    report.print_table(f"{result.config.name}: {result.config.workflow}", result.measured.rows, _ONLINE_COLUMNS)
+    typer.echo(report.last_line(result.config, path, result.measured, result.summary))
+    if any("error" in row for row in result.measured.rows):
         raise typer.Exit(1)
 
 
@@ -354,8 +353,6 @@ def service(
     run_time: Annotated[str, typer.Option(help="As Locust takes it, such as 5m.")] = "5m",
     samples: Annotated[int, typer.Option(min=1, help="Prompts to compare with an engine that holds all experts.")] = 24,
     kill_engine: Annotated[bool, typer.Option(help="Kill one engine and time its restart.")] = True,
-    phase_s: Annotated[float, typer.Option(help="Length of phases of bursts and of long documents; 0: mixed.")] = 0.0,
-    long_words: Annotated[int, typer.Option(min=1, help="Words of a long document.")] = 1500,
     output: Output = None,
 ) -> None:
     """A whole service under load: budget from outside, an engine killed, every token compared."""
@@ -364,14 +361,7 @@ def service(
     from loadtests.service.command import measure_service
     from loadtests.service.run import ServiceRun
 
-    run = ServiceRun(
-        users=users,
-        run_time=run_time,
-        num_samples=samples,
-        is_engine_killed=kill_engine,
-        phase_s=phase_s,
-        long_words=long_words,
-    )
+    run = ServiceRun(users=users, run_time=run_time, num_samples=samples, is_engine_killed=kill_engine)
     raise typer.Exit(measure_service(config, model, run, output))
 
 

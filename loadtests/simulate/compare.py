@@ -1,7 +1,9 @@
 """Policies against the per-workflow oracle: fitted on one trace of a workflow, judged on another.
 
 Each policy sees what a replica reports that runs the fitting trace, decides, sees the trace again at that split, and
-so on until its answer stays (`wisp_core.planner.fit`); that split then runs the judged trace. The oracle knows the
+so on until its answer stays (`wisp_core.planner.fit`); that split then runs the judged trace. ``mv_wsa`` predicts
+costs, so it is shown the reports stretch by stretch, adds them up, and names the bottom of each valley that it sees;
+the fastest of them on the fitting trace is taken. The others are shown one report of the whole. The oracle knows the
 judged trace: it takes the split of least mean turn latency there, of all feasible ones. ``online`` rows run the damped
 policy on the judged trace itself, from half of the budget, with nothing fitted before; ``wisp plan`` is no policy but
 what the configurator chooses: the split that simulation finds fastest on the fitting trace.
@@ -9,7 +11,7 @@ what the configurator chooses: the split that simulation finds fastest on the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from loadtests.simulate.engines import build_engine
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
 from policies.damping import Damped
+from policies.mv_wsa import MarginalValue
 from policies.oracle import Oracle
 from policies.registry import AnyPolicy, load_policy
 from wisp_core.allocation.solver import feasible_splits
@@ -34,8 +37,6 @@ ERRORS: Mapping[str, Mapping[str, float]] = {
     "curve +20 %": {"curve": 1.2},
 }
 _FITTED: Mapping[str, Mapping[str, Any]] = {
-    # Nothing is moved while it serves, so that a move costs nothing.
-    "mv_wsa": {"horizon_s": 1e9},
     "fifty_fifty": {},
     "working_set_proportional": {},
     "kv_peak": {},
@@ -98,13 +99,13 @@ class _Cell:
         decision, _ = Oracle(cost=lambda _, split: self._judged.mean_turn_s(split)).decide(start, None)
         oracle_s = self._judged.mean_turn_s(decision.split)
         yield self._row("oracle", decision.split, oracle_s)
+        yield self._row("mv_wsa", self._fit_mv_wsa(), oracle_s)
         for name, settings in _FITTED.items():
             yield self._row(name, self._fit(load_policy(name, settings)), oracle_s)
         yield self._row("static_split", half_split(self._engine), oracle_s)
         yield self._row("wisp plan", self._plan(), oracle_s)
         for error, factors in ERRORS.items():
-            split = self._fit(load_policy("mv_wsa", _FITTED["mv_wsa"]), **factors)
-            yield self._row(f"mv_wsa, {error}", split, oracle_s)
+            yield self._row(f"mv_wsa, {error}", self._fit_mv_wsa(**factors), oracle_s)
         yield self._online(oracle_s)
 
     def _row(self, policy: str, split: Split, oracle_s: float) -> Row:
@@ -118,12 +119,21 @@ class _Cell:
             "resizes": 0,
         }
 
-    def _fit(self, policy: AnyPolicy, *, link: float = 1.0, curve: float = 1.0) -> Split:
+    def _fit(self, policy: AnyPolicy) -> Split:
         """Where ``policy`` ends on the fitting trace."""
 
-        def decide(snapshot: ReplicaSnapshot) -> Split:
-            wrong = _misreport(snapshot, link=link, curve=curve)
-            return policy.decide(wrong, policy.initial_state())[0].split
+        def decide(split: Split) -> Sequence[Split]:
+            return [policy.decide(self._fitting.report(split), policy.initial_state())[0].split]
+
+        return self._fitting.fit(decide, least_blocks=self._least_blocks)
+
+    def _fit_mv_wsa(self, *, link: float = 1.0, curve: float = 1.0) -> Split:
+        """Where mv_wsa ends there, told wrong figures by these factors."""
+        policy = MarginalValue()
+
+        def decide(split: Split) -> Sequence[Split]:
+            wrong = [_misreport(one, link=link, curve=curve) for one in self._fitting.reports(split)]
+            return policy.valleys(wrong) or [split]
 
         return self._fitting.fit(decide, least_blocks=self._least_blocks)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from loadtests.bench.online.command import merge
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
 from loadtests.bench.online.drive import TurnFigures
 from loadtests.bench.online.figures import compare, quantile, resize_figures, turn_figures
+from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.run import trace_of
-from wisp_core.contracts import Outcome, ResizeOutcome, Split
+from wisp_core.contracts import Outcome, ResizeOutcome, Split, TurnRecord
+from wisp_core.errors import ConfigurationError
+from wisp_core.simulator.recording import read_recording, write_recording
 
 
 def turn(phase: int, sent_at_s: float, duration_s: float, ttft_s: float | None = 0.5, **changes: object) -> TurnFigures:
@@ -53,6 +59,9 @@ def way(cap: int | None, turns_per_s: float, ttft_p95_s: float) -> dict[str, obj
         "turns_per_s": turns_per_s,
         "ttft_p95_s": ttft_p95_s,
         "failed_turns": 0,
+        "cut_turns": 0,
+        "makespan_s": 600.0,
+        "policy": "static_split" if cap is not None else "mv_wsa",
         "resizes": 3,
         "bytes_moved": 7,
     }
@@ -66,6 +75,67 @@ def test_online_is_compared_with_the_best_static_split() -> None:
     assert summary["ttft_p95_over_best_static"] == pytest.approx(0.75)
     assert summary["static"] == {"8": 1.0, "16": 2.0}
     assert "over_best_static" not in compare(rows[:2])
+
+
+def test_a_way_that_was_cut_counts_with_the_bound_on_its_throughput() -> None:
+    turns = [turn(0, 0.0, 5.0), turn(0, 0.0, 10.0)]
+    row = turn_figures(turns, ("bursts", "long"), num_planned=5)
+    assert (row["cut_turns"], row["turns_per_s"]) == (3, pytest.approx(0.5)), "as if the others had ended at once"
+    assert [phase["name"] for phase in row["phases"]] == ["bursts"]
+    cut = way(None, 9.0, 1.0) | {"cut_turns": 1}
+    assert "over_best_static" not in compare([way(8, 1.0, 2.0), cut]), "an online way must have run to its end"
+
+
+def results_file(directory: Path, cap: int | None, **changes: object) -> Path:
+    config = asdict(OnlineConfig(caps=() if cap is None else (cap,), policy="mv_wsa" if cap is None else "none"))
+    content = {
+        "benchmark": "online",
+        "hardware": {"cpu": "x", "cpu_cores": 2},
+        "versions": {"wisp": "1"},
+        "command": f"wisp bench online {cap}",
+        "config": config | changes,
+        "rows": [way(cap, 1.0 if cap else 1.5, 2.0)],
+    }
+    path = directory / f"{cap}.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_ways_that_ran_apart_are_merged_into_one_file(tmp_path: Path) -> None:
+    files = [results_file(tmp_path, cap) for cap in (None, 16, 8)]
+    result = merge(files, tmp_path / "merged.json")
+    assert [row["cap"] for row in result.measured.rows] == [8, 16, None]
+    assert result.config.caps == (8, 16)
+    assert result.summary["over_best_static"] == pytest.approx(1.5)
+    assert json.loads((tmp_path / "merged.json").read_text())["summary"] == result.summary
+
+
+def test_ways_on_other_turns_are_not_merged(tmp_path: Path) -> None:
+    files = [results_file(tmp_path, None), results_file(tmp_path, 16, seed=7)]
+    with pytest.raises(ConfigurationError, match=r"config differs .* in seed"):
+        merge(files, tmp_path / "merged.json")
+    (tmp_path / "other.json").write_text('{"config": {"caps": [1], "model": "x"}}')
+    with pytest.raises(ConfigurationError, match="not a results file of this benchmark"):
+        merge([tmp_path / "other.json"], tmp_path / "merged.json")
+
+
+def record_of(session: int, replica_id: str, at_s: float) -> TurnRecord:
+    return TurnRecord(session_key=f"acme/user-0/0-{session}", replica_id=replica_id, at_s=at_s)
+
+
+def test_a_recording_keeps_the_closed_loop_and_says_where_and_how_long(tmp_path: Path) -> None:
+    trace = trace_of(OnlineConfig(num_turns=40))
+    sessions = trace.turns["session"].tolist()
+    figures = [turn(0, float(n), 2.0, session=session, prompt_tokens=700) for n, session in enumerate(sessions)]
+    figures[3] = turn(0, 3.0, 2.0, None, session=sessions[3], error="lost")
+    records = [record_of(session, "ab"[session % 2], float(n)) for n, session in enumerate(sessions)]
+    write_recording(tmp_path / "way.jsonl", recording_of_way(trace, figures, records, ()))
+    played = read_recording(tmp_path / "way.jsonl").trace
+    assert played.has_barriers
+    assert played.has_measurements
+    assert (len(played), played.phases) == (len(trace) - 1, trace.phases)
+    assert played.turns["replica"].tolist() == [session % 2 for n, session in enumerate(sessions) if n != 3]
+    assert set(played.turns["prompt_tokens"].tolist()) == {700}
 
 
 def test_a_quantile_is_a_value_that_was_seen() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policy_snapshots import make_snapshot
 
 from wisp_core.allocation.cost_model import CostModel, missing_evidence, model_error, union_size
-from wisp_core.allocation.reuse_forecast import ReuseMemory, forecast
+from wisp_core.allocation.reuse_forecast import forecast
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin, Split
 
 COPY_S = 8192 / 1e6  # one expert over the link
@@ -120,9 +120,7 @@ def test_without_a_prefill_in_the_window_a_lost_prefix_costs_one_pass_a_turn() -
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"decode_steps_per_s": 0.0}, "no decode step"),
-        ({"decode_misses_by_cap": ()}, "no miss curve"),
-        ({"decode_misses_by_cap": (1.0, 0.0)}, "no miss curve"),
+        ({"decode_steps_per_s": 0.0}, "no turn"),
         ({"link_bytes_per_s": 0.0}, "link speed"),
     ],
 )
@@ -132,6 +130,17 @@ def test_missing_evidence_is_named(changes: dict[str, object], text: str) -> Non
 
 def test_a_busy_replica_lacks_nothing() -> None:
     assert missing_evidence(make_snapshot()) is None
+
+
+@pytest.mark.parametrize("curve", [(), (1.0, 0.0)])
+def test_before_a_decode_step_was_seen_routing_is_taken_to_have_no_preference(curve: tuple[float, ...]) -> None:
+    # 8 turns of top-2 of 8 experts need 7.2 of them; the first prompts are computed, and no step has only decoded.
+    kv = KvDemand(running_turns=8, output_tokens_per_s=40.0, turns_per_s=1.0)
+    model = CostModel.from_snapshot(
+        make_snapshot(decode_misses_by_cap=curve, decode_steps_per_s=0.0, decode=PagerCounts(), kv=kv)
+    )
+    assert model.batch == 8
+    assert [model.decode_misses(cap, 8.0) for cap in (0, 4, 8)] == pytest.approx([14.4, 7.2, 0.0], abs=0.01)
 
 
 @given(
@@ -222,23 +231,18 @@ def test_turns_decode_in_the_steps_that_prefill_too() -> None:
     assert lost.decode_link_s == pytest.approx((20 / 2 - 4) * 4 * COPY_S)
 
 
-def test_the_share_of_prompts_that_came_back_is_expected_of_a_phase_that_has_just_begun() -> None:
+def test_turns_of_a_phase_that_has_just_begun_are_expected_back_like_those_before() -> None:
     demand = (DemandBin(blocks=50, share=0.5), DemandBin(blocks=80, share=0.5))
-    seen = (ReuseBin(blocks=9, turns_per_s=1, tokens_per_s=80),)
-    old = make_snapshot(at_s=100.0, kv=KvDemand(prompt_tokens_per_s=100, reuse=seen))
-    memory = ReuseMemory()
-    for second in range(200):
-        memory = memory.after(old.model_copy(update={"at_s": 100.0 + second}), 300.0)
-    new = make_snapshot(
-        at_s=300.0, kv=KvDemand(prompt_tokens_per_s=1000, prompt_passes_per_s=11, turns_per_s=1, demand=demand)
-    )
-    share = memory.share(new)
-    assert 0.5 < share < 0.8
-    bins = forecast(new, share)
+    begun = KvDemand(prompt_tokens_per_s=1000, prompt_passes_per_s=11, turns_per_s=1, demand=demand, return_share=0.8)
+    bins = forecast(make_snapshot(kv=begun))
     assert [b.blocks for b in bins] == [50, 80]
-    assert sum(b.tokens_per_s for b in bins) == pytest.approx(share * 1000)
-    assert sum(b.passes_per_s for b in bins) == pytest.approx(share * 10)
-    assert forecast(old, 0.8) == old.kv.reuse, "what is measured already is not expected twice"
+    assert sum(b.tokens_per_s for b in bins) == pytest.approx(800)
+    assert sum(b.passes_per_s for b in bins) == pytest.approx(8), "a turn needs one pass anyhow"
+    seen = (ReuseBin(blocks=9, turns_per_s=1, tokens_per_s=300),)
+    later = forecast(make_snapshot(kv=begun.model_copy(update={"reuse": seen})))
+    assert later[0] == seen[0]
+    assert sum(b.tokens_per_s for b in later) == pytest.approx(800), "what is measured already is not expected twice"
+    assert forecast(make_snapshot(kv=begun.model_copy(update={"return_share": None, "reuse": seen}))) == seen
 
 
 def test_demand_over_time_limits_the_batch_only_while_it_is_there() -> None:

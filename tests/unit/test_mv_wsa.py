@@ -23,7 +23,7 @@ def decided(snapshot: ReplicaSnapshot, **settings: float) -> Decision:
 
 def test_bursts_get_experts_and_long_turns_get_kv() -> None:
     assert decide(wants_experts()).cap == 8
-    assert decide(wants_kv()) == Split(cap=3, kv_blocks=119)
+    assert decide(wants_kv(split=Split(cap=8, kv_blocks=39))) == Split(cap=4, kv_blocks=103)
 
 
 def test_takes_the_cheapest_feasible_split_and_reports_its_cost() -> None:
@@ -61,9 +61,7 @@ def test_the_floor_bounds_what_experts_can_take() -> None:
     assert decide(snapshot) == Split(cap=5, kv_blocks=87)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"decode_misses_by_cap": ()}, {"decode_steps_per_s": 0.0}, {"link_bytes_per_s": 0}]
-)
+@pytest.mark.parametrize("changes", [{"decode_steps_per_s": 0.0}, {"link_bytes_per_s": 0}])
 def test_an_idle_or_unmeasured_replica_is_left_alone(changes: dict[str, object]) -> None:
     snapshot = make_snapshot(**changes)
     decision = decided(snapshot)
@@ -110,7 +108,7 @@ def test_follows_phases_both_ways_within_four_epochs() -> None:
     policy = Damped(policy=MarginalValue())
     state = policy.initial_state()
     split = Split(cap=4, kv_blocks=103)
-    for phase, goal in [(wants_experts, 8), (wants_kv, 3), (wants_experts, 8)]:
+    for phase, goal in [(wants_experts, 8), (wants_kv, 4), (wants_experts, 8)]:
         epochs = 0
         while split.cap != goal:
             decision, state = policy.decide(phase(split=split), state)
@@ -130,3 +128,16 @@ def test_before_any_step_the_predicted_safe_size_counts() -> None:
     assert "predicted to need 6 slots" in decision.reason
     held, _ = policy.decide(quiet, policy.initial_state())
     assert held.split == quiet.split
+
+
+def test_the_bottom_of_each_valley_is_named_and_phases_are_added_up() -> None:
+    policy = MarginalValue()
+    bursts, long = wants_experts(), wants_kv()
+    assert policy.valleys([bursts]) == [Split(cap=8, kv_blocks=39)]
+    assert policy.valleys([long]) == [Split(cap=2, kv_blocks=127)], "of equal ones that with most KV"
+    both = policy.valleys([wants_experts(window_s=1.0), wants_kv(window_s=1.0)])
+    assert both == [Split(cap=4, kv_blocks=103), Split(cap=7, kv_blocks=55)], "one serves long turns, one the bursts"
+    assert policy.valleys([wants_experts(window_s=10.0), wants_kv(window_s=1.0)]) == both[1:], (
+        "more bursts: only theirs"
+    )
+    assert policy.valleys([make_snapshot(link_bytes_per_s=0.0)]) == []

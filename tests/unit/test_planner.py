@@ -120,7 +120,7 @@ def test_a_plan_holds_budget_and_floor() -> None:
     plan = plan_for()
     assert plan.other_bytes + plan.layout.pool_bytes(plan.split) <= 24 * 10**9
     assert plan.split.kv_blocks >= plan.floor_blocks
-    snapshot = observe(plan.model, generate(workflow("coding_agent", 60), seed=0), plan.split)
+    snapshot = observe(plan.model, generate(workflow("coding_agent", 60), seed=0), plan.split)[-1]
     assert violations(snapshot, plan.split) == []
     costs = {split: decode + prefill for split, decode, prefill in plan.curve}
     assert plan.chosen.cost == pytest.approx(costs[plan.split])
@@ -140,7 +140,7 @@ def test_a_fit_takes_the_better_of_two_valleys() -> None:
     fitting = Fitting(engine, generate(workflow("tool_bursts", 60, max_context_tokens=512), seed=0))
     caps = {cap: fitting.mean_turn_s(engine.largest_split(cap)) for cap in (2, 8)}
     # Whoever decides stays on the side where it is: both ends are answers, and one of them is better.
-    found = fitting.fit(lambda snapshot: engine.largest_split(2 if snapshot.split.cap < 5 else 8), least_blocks=32)
+    found = fitting.fit(lambda split: [engine.largest_split(2 if split.cap < 5 else 8)], least_blocks=32)
     assert caps[found.cap] == min(caps.values())
 
 

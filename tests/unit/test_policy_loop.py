@@ -105,7 +105,7 @@ async def test_a_plan_that_a_replica_dropped_is_replaced(bench: Bench) -> None:
 
 async def test_both_directions_within_four_epochs_each(bench: Bench) -> None:
     split, revision = Split(cap=4, kv_blocks=103), 0
-    for phase, goal in [(wants_experts, 8), (wants_kv, 3), (wants_experts, 8)]:
+    for phase, goal in [(wants_experts, 8), (wants_kv, 4), (wants_experts, 8)]:
         for _ in range(4):
             await bench.epoch(phase(split=split, plan_revision=revision))
             plan = await bench.store.read_plan("r1")

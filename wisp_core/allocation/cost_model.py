@@ -255,9 +255,7 @@ def union_size(by_batch: Sequence[float], rows: float, *, most: float) -> float:
 def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
     """Why ``snapshot`` says too little to predict a cost; None when it says enough."""
     if snapshot.decode_steps_per_s <= 0 and snapshot.kv.output_tokens_per_s <= 0:
-        return "no decode step in the window"
-    if len(snapshot.decode_misses_by_cap) != snapshot.layout.num_experts + 1:
-        return "no miss curve of decode steps yet"
+        return "no turn in the window"
     if snapshot.link_bytes_per_s <= 0:
         return "link speed not measured yet"
     return None
@@ -285,9 +283,12 @@ def _output_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
 
 
 def _batch(snapshot: ReplicaSnapshot) -> float:
+    """Tokens of a mean decode step; before any, as many as there are turns."""
     if snapshot.decode_tokens_per_s > 0 and snapshot.decode_steps_per_s > 0:
         return max(1.0, snapshot.decode_tokens_per_s / snapshot.decode_steps_per_s)
-    return max(1.0, snapshot.decode.tokens / snapshot.decode.steps) if snapshot.decode.steps else 1.0
+    if snapshot.decode.steps:
+        return max(1.0, snapshot.decode.tokens / snapshot.decode.steps)
+    return float(max(1, snapshot.kv.running_turns))
 
 
 def _fit(snapshot: ReplicaSnapshot) -> CostFit:
@@ -307,8 +308,16 @@ def _compute_s(counts: PagerCounts, num_units: int) -> float:
 
 
 def _decode_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
-    """The curve seen, scaled to the sessions placed here where they are known to differ from those seen."""
-    curve, ratios = snapshot.decode_misses_by_cap, snapshot.placed_miss_ratio_by_cap
+    """The curve seen, scaled to the sessions placed here where they are known to differ from those seen.
+
+    Before any is seen, as while prompts are computed in every step, that of routing without any preference: worse than
+    it will be, and soon replaced.
+    """
+    layout, curve, ratios = snapshot.layout, snapshot.decode_misses_by_cap, snapshot.placed_miss_ratio_by_cap
+    if len(curve) != layout.num_experts + 1:
+        union = layout.num_experts * (1.0 - (1.0 - layout.top_k / layout.num_experts) ** _batch(snapshot))
+        missed = (layout.num_layers * union * (1.0 - cap / layout.num_experts) for cap in range(layout.num_experts + 1))
+        return tuple(missed)
     if len(ratios) != len(curve):
         return curve
     return tuple(misses * ratio for misses, ratio in zip(curve, ratios, strict=True))

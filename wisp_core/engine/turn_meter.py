@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from wisp_core.contracts import DemandBin, KvDemand
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
+from wisp_core.memory.kv_returns import Returns
 from wisp_core.memory.kv_reuse import PrefixReuse, Saved, block_edges, passes_of
 from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.working_set.forgetting import DecayedSum
@@ -39,6 +40,7 @@ class TurnMeter:
             pass_tokens=self._pass_tokens,
         )
         self._asked = TurnWindow(_NUM_AMOUNTS + 3 * len(self._reuse.edges), window_s)
+        self._returns = Returns()
         self._shares = TimeShares(block_edges(_REMEMBERED_POOLS * max_blocks), window_s)
         self._preempted_tokens = DecayedSum(window_s)
         self._started_s = time.monotonic()
@@ -73,6 +75,7 @@ class TurnMeter:
             preempted_tokens_per_s=self._preempted_tokens.per_s(now_s, observed_s),
             demand=tuple(DemandBin(blocks=blocks, share=share) for blocks, share in self._shares.bins()),
             reuse=self._reuse.bins(asked[_NUM_AMOUNTS:].reshape(-1, 3)),
+            return_share=self._returns.share(now_s),
         )
 
     def note_change(self) -> None:
@@ -98,9 +101,11 @@ class TurnMeter:
         """What the prefix cache could save the request at every size of the pool."""
         if not self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return np.zeros((len(self._reuse.edges), 3))
+        prompt_hashes = self._prompt_hashes(request)
+        self._returns.begin(reversed(prompt_hashes), time.monotonic())
         return self._reuse.admit(
             request.request_id,
-            self._hashes(request)[: request.num_prompt_tokens // self._block_tokens],
+            prompt_hashes,
             num_reusable=(request.num_prompt_tokens - 1) // self._block_tokens,
             prompt_tokens=request.num_prompt_tokens,
         )
@@ -117,6 +122,9 @@ class TurnMeter:
         self._asked.end(request.request_id, time.monotonic())
         if self._scheduler.kv_cache_manager.enable_caching:
             self._reuse.end(request.request_id, self._hashes(request))
+            if prompt_hashes := self._prompt_hashes(request):
+                # The next turn repeats the prompt; of the answer it may repeat a part, or other tokens for its text.
+                self._returns.end(prompt_hashes[-1], time.monotonic())
 
     def _observe(self, now_s: float, running: list[Turn], waiting: list[Turn]) -> None:
         used_blocks = self._balloon.used_blocks
@@ -128,6 +136,10 @@ class TurnMeter:
         grain = self._block_tokens // self._scheduler.hash_block_size
         hashes: list[Any] = request.block_hashes[grain - 1 :: grain]
         return hashes
+
+    def _prompt_hashes(self, request: Any) -> list[Any]:
+        """Of the prompt's full blocks."""
+        return self._hashes(request)[: request.num_prompt_tokens // self._block_tokens]
 
     def _turns(self) -> tuple[list[Turn], list[Turn]]:
         running: list[Turn] = []

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from wisp_core.contracts import ReuseBin
 
-_STEPS_PER_OCTAVE = 4
+_STEPS_PER_OCTAVE = 8
 _LEAST_TOKENS_PER_S = 1e-3
 """Reuse rarer than this is forgotten: a bin that only fades would be sent for ever."""
 
@@ -182,7 +182,7 @@ def passes_of(num_tokens: int, pass_tokens: int) -> int:
 
 
 def block_edges(max_blocks: int) -> list[int]:
-    """Upper edges of the bins in blocks: every number up to 5, then some 19 % apart."""
+    """Upper edges of the bins in blocks: every number up to 11, then some 9 % apart."""
     edges = {max_blocks}
     step = 0
     while (edge := round(2 ** (step / _STEPS_PER_OCTAVE))) < max_blocks:

@@ -14,25 +14,28 @@ from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
 from wisp_core.simulator.trace import Trace
 
-Decide = Callable[[ReplicaSnapshot], Split]
-"""What a policy wants of a replica that reports this."""
+Decide = Callable[[Split], Sequence[Split]]
+"""What a policy wants of a replica that has run the trace at this split, by its `report` or its `reports`, best first.
+
+More than one where the policy sees more than one valley.
+"""
 
 _ROUNDS = 6
-_REPORTS = 8
+_REPORTS = 16
 _GRID = 32
 
 
 class _Watcher:
-    """A policy that holds, and keeps what it saw last."""
+    """A policy that holds, and keeps what it saw."""
 
     def __init__(self) -> None:
-        self.last: ReplicaSnapshot | None = None
+        self.seen = list[ReplicaSnapshot]()
 
     def initial_state(self) -> None:
         return None
 
     def decide(self, snapshot: ReplicaSnapshot, state: None) -> tuple[Decision, None]:
-        self.last = snapshot
+        self.seen.append(snapshot)
         return Decision(split=snapshot.split, reason="hold: watching"), None
 
 
@@ -42,7 +45,7 @@ class Fitting:
     def __init__(self, model: EngineModel, trace: Trace) -> None:
         self._model, self._trace = model, trace
         self._mean_turn_s: dict[Split, float] = {}
-        self._reports: dict[Split, ReplicaSnapshot] = {}
+        self._reports: dict[tuple[Split, bool], tuple[ReplicaSnapshot, ...]] = {}
 
     def mean_turn_s(self, split: Split) -> float:
         """Mean latency of the trace's turns at ``split``."""
@@ -52,9 +55,17 @@ class Fitting:
 
     def report(self, split: Split) -> ReplicaSnapshot:
         """What a replica reports that has run the whole trace at ``split``."""
-        if split not in self._reports:
-            self._reports[split] = observe(self._model, self._trace, split)
-        return self._reports[split]
+        return self._observed(split, is_whole=True)[-1]
+
+    def reports(self, split: Split) -> tuple[ReplicaSnapshot, ...]:
+        """The same piece by piece: each report is of one stretch of the trace, so that phases stay apart."""
+        return self._observed(split, is_whole=False)
+
+    def _observed(self, split: Split, *, is_whole: bool) -> tuple[ReplicaSnapshot, ...]:
+        key = (split, is_whole)
+        if key not in self._reports:
+            self._reports[key] = observe(self._model, self._trace, split, is_whole=is_whole)
+        return self._reports[key]
 
     def fit(self, decide: Decide, *, least_blocks: int) -> Split:
         """The best split that ``decide`` leads to; ``least_blocks`` is κ_min, which bounds the starts."""
@@ -63,8 +74,9 @@ class Fitting:
             split, seen = start, set[Split]()
             for _ in range(_ROUNDS):
                 seen.add(split)
-                split = decide(self.report(split))
-                visited.append(split)
+                wanted = decide(split)
+                visited += wanted
+                split = wanted[0]
                 if split in seen:
                     break
         return min(dict.fromkeys(visited), key=self.mean_turn_s)
@@ -90,12 +102,15 @@ class Fitting:
         return list(dict.fromkeys([middle, *ends] if middle.kv_blocks >= least_blocks or not ends else ends))
 
 
-def observe(model: EngineModel, trace: Trace, split: Split) -> ReplicaSnapshot:
-    """What a replica reports that runs all of ``trace`` at ``split``."""
+def observe(model: EngineModel, trace: Trace, split: Split, *, is_whole: bool = True) -> tuple[ReplicaSnapshot, ...]:
+    """What a replica reports, from time to time, that runs all of ``trace`` at ``split``.
+
+    Each report looks back to the start, or (not ``is_whole``) to the one before. Its κ_min is one longest request: what
+    ran at the moment of a report bounds no split that is chosen before the start.
+    """
     whole_s = simulate(trace, model, split=split).makespan_s
     watcher = _Watcher()
-    # The last report comes just before the end.
-    settings = SimulationSettings(epoch_s=whole_s / (_REPORTS + 0.001), window_s=whole_s)
+    epoch_s = whole_s / (_REPORTS + 0.001)  # the last report comes just before the end
+    settings = SimulationSettings(epoch_s=epoch_s, window_s=whole_s if is_whole else epoch_s)
     simulate(trace, model, split=split, policy=watcher, settings=settings)
-    assert watcher.last is not None
-    return watcher.last
+    return tuple(one.model_copy(update={"kv": one.kv.model_copy(update={"floor_blocks": 0})}) for one in watcher.seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from wisp_core.allocation.floor import admission_floor_blocks
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin
 from wisp_core.simulator.replica import NUM_AMOUNTS, Replica
 
-_HALF_LIFE_STEPS = 200.0
+_LEAST_DECAY = 1e-9
+"""So that a mean over a long pause stays a mean."""
 
 
 class _Sample(NamedTuple):
@@ -83,7 +85,7 @@ class Observer:
             decode_tokens_per_s=(last.decode_tokens - first.decode_tokens) / span_s,
             prefill_steps_per_s=(last.passes - first.passes) / span_s,
             prefill_tokens_per_s=(last.pass_tokens - first.pass_tokens) / span_s,
-            decode_misses_by_cap=self._decode_curve(),
+            decode_misses_by_cap=self._decode_curve(last.at_s - self._samples[-2].at_s),
             prefill_misses_by_cap=tuple(self._curve * model.pass_misses(cap, pass_tokens) for cap in caps)
             if pass_tokens
             else (),
@@ -114,15 +116,16 @@ class Observer:
             self._samples.popleft()
         return self._samples[0], last
 
-    def _decode_curve(self) -> tuple[float, ...]:
+    def _decode_curve(self, since_s: float) -> tuple[float, ...]:
         """Mean of the curves of the mixes that ran, recent steps weighing more, comebacks spread over them."""
         replica = self._replica
-        new_steps = sum(replica.mix.values())
-        decay = 0.5 ** (new_steps / _HALF_LIFE_STEPS)
-        self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > 1e-3}
+        decay = max(math.exp(-since_s / self._window_s), _LEAST_DECAY)  # as engines forget
+        self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > _LEAST_DECAY}
         for mix, steps in replica.mix.items():
             self._mix[mix] = self._mix.get(mix, 0.0) + steps
-        self._comebacks = {others: count * decay for others, count in self._comebacks.items() if count * decay > 1e-3}
+        self._comebacks = {
+            others: count * decay for others, count in self._comebacks.items() if count * decay > _LEAST_DECAY
+        }
         for others, count in replica.comebacks.items():
             self._comebacks[others] = self._comebacks.get(others, 0.0) + count
         replica.mix.clear()
@@ -155,6 +158,7 @@ class Observer:
             output_tokens_per_s=output_tokens,
             demand=self._demand_bins(last.at_s - self._samples[-2].at_s),
             reuse=self._reuse_bins(asked[NUM_AMOUNTS:]),
+            return_share=replica.returns.share(now_s),
         )
 
     def _fit(self) -> CostFit:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wisp_core.contracts import Split
+from wisp_core.memory.kv_returns import Returns
 from wisp_core.memory.kv_reuse import block_edges
 from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.simulator.engine_model import DecodeStep, EngineModel
@@ -91,6 +92,7 @@ class Replica:
         self.stack: WeightedStack | None = WeightedStack() if measures_reuse else None
         self.edges = block_edges(4 * model.layout.max_kv_blocks)
         self.asked = TurnWindow(NUM_AMOUNTS + 3 * len(self.edges), window_s)
+        self.returns = Returns()
         self.totals = Totals()
         self.mix: dict[tuple[int, int], float] = {}  # decode steps by (batch, topics)
         self.comebacks: Counter[int] = Counter()  # of topics, by how many others ran in between
@@ -279,6 +281,7 @@ class Replica:
         if self.stack is not None:
             self.stack.touch(job.session, job.blocks)
             self.asked.end(job.turn, now_s)
+            self.returns.end(job.session, now_s)
         self._on_end(job.turn, now_s)
 
     def _admit(self, now_s: float) -> bool:
@@ -305,6 +308,7 @@ class Replica:
     def _note_reuse(self, job: Job, now_s: float) -> None:
         """Count what the turn asks for, and what reuse could save it: each piece of its prefix at its own distance."""
         assert self.stack is not None
+        self.returns.begin((job.session,), now_s)
         block_tokens = self.model.layout.block_tokens
         saved = np.zeros((len(self.edges), 3))
         blocks = min(job.prefix_tokens, job.prompt_tokens - 1) // block_tokens

@@ -28,15 +28,15 @@ class OnlineConfig:
     """Workload, service and what is compared on it."""
 
     name: str = "online"
-    workflow: str = "phase_shift"
-    num_turns: int = 400
+    workflow: str = "shifts"
+    num_turns: int = 500
     seed: int = 0
     max_context_tokens: int = 4096
-    agents_scale: float = 1.5
-    output_scale: float = 0.5
     time_scale: float = 0.1
     """Of the workflow's pauses, as turns of this model are shorter too."""
-    caps: tuple[int, ...] = (8, 12, 16, 20, 24, 28, 32)
+    mixed_share: float = 0.5
+    """Of a prompt's words are of any topic, so that a pass over a long prompt needs nearly every expert."""
+    caps: tuple[int, ...] = (6, 10, 14, 18, 22, 28, 34)
     """Static splits, in expert slots per layer; KV gets the rest."""
     policy: str = "mv_wsa"
     num_replicas: int = 2
@@ -48,8 +48,8 @@ class OnlineConfig:
     block_tokens: int = 32
     window_s: float = 10.0
     epoch_s: float = 1.0
-    timeout_s: float = 1800.0
-    """Of one way to divide the budget."""
+    deadline_s: float = 1800.0
+    """Of one way to divide the budget: it is cut there, and its throughput is then known as a bound."""
 
 
 def service_config(config: OnlineConfig, directory: Path) -> ServiceConfig:

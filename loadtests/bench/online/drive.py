@@ -36,6 +36,8 @@ class _Conversation:
     """Text of one session and how many tokens it has."""
 
     words: list[str]
+    other_words: list[str]
+    other_share: float
     random: random.Random
     text: str = ""
     num_tokens: int = 0
@@ -43,7 +45,9 @@ class _Conversation:
     def grow_to(self, num_tokens: int) -> None:
         """Add words, each one token, up to ``num_tokens``."""
         missing = max(0, num_tokens - self.num_tokens)
-        self.text += "".join(f" {word}" for word in self.random.choices(self.words, k=missing))
+        for _ in range(missing):
+            is_other = self.random.random() < self.other_share
+            self.text += f" {self.random.choice(self.other_words if is_other else self.words)}"
         self.num_tokens += missing
 
 
@@ -56,9 +60,15 @@ class Player:
     model: str
     shape: TinyModelConfig
     label: int
+    mixed_share: float = 0.0
+    """Of a prompt's words are drawn from all topics, the others from the session's own."""
     figures: list[TurnFigures] = field(default_factory=list)
     _conversations: dict[int, _Conversation] = field(default_factory=dict)
+    _all_words: list[str] = field(init=False)
     _started_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._all_words = [word for topic in range(self.shape.topics) for word in self.shape.topic_words(topic)]
 
     async def play(self) -> None:
         """Phase after phase where the trace has barriers; what fails is a figure with its error."""
@@ -127,6 +137,13 @@ class Player:
         if turn.session not in self._conversations:
             # One word of the run's own in front: equal words after it, and another hash for every block.
             own = self.shape.topic_words(turn.topic)[self.label % self.shape.words_per_topic]
-            talk = _Conversation(self.shape.topic_words(turn.topic), random.Random(turn.session), f" {own}", 1)
+            talk = _Conversation(
+                words=self.shape.topic_words(turn.topic),
+                other_words=self._all_words,
+                other_share=self.mixed_share,
+                random=random.Random(turn.session),
+                text=f" {own}",
+                num_tokens=1,
+            )
             self._conversations[turn.session] = talk
         return self._conversations[turn.session]

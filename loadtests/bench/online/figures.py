@@ -12,23 +12,33 @@ from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
 Row = dict[str, Any]
 
 
-def turn_figures(turns: Sequence[TurnFigures], phases: Sequence[str]) -> Row:
-    """Throughput, latencies and failures; the makespan is from the first send to the last end."""
+def turn_figures(turns: Sequence[TurnFigures], phases: Sequence[str], *, num_planned: int | None = None) -> Row:
+    """Throughput, latencies and failures; the makespan is from the first send to the last end.
+
+    Where fewer than the ``num_planned`` turns have ended, the run was cut: its throughput is then what it would be
+    had the others ended at once, which it cannot exceed.
+    """
     ends = [turn.sent_at_s + turn.duration_s for turn in turns]
     makespan_s = max(ends) - min(turn.sent_at_s for turn in turns)
     good = [turn for turn in turns if turn.error is None]
+    num_cut = 0 if num_planned is None else num_planned - len(turns)
     return {
         "turns": len(turns),
+        "cut_turns": num_cut,
         "failed_turns": len(turns) - len(good),
         "errors": sorted({turn.error for turn in turns if turn.error is not None})[:3],
         "makespan_s": makespan_s,
-        "turns_per_s": len(good) / makespan_s,
+        "turns_per_s": (len(good) + num_cut) / makespan_s,
         "ttft_p50_s": quantile([turn.ttft_s for turn in good if turn.ttft_s is not None], 0.5),
         "ttft_p95_s": quantile([turn.ttft_s for turn in good if turn.ttft_s is not None], 0.95),
         "turn_mean_s": sum(turn.duration_s for turn in good) / max(1, len(good)),
         "prompt_tokens": sum(turn.prompt_tokens for turn in good),
         "completion_tokens": sum(turn.completion_tokens for turn in good),
-        "phases": [_phase(number, name, turns) for number, name in enumerate(phases)],
+        "phases": [
+            _phase(number, name, turns)
+            for number, name in enumerate(phases)
+            if any(turn.phase == number for turn in turns)
+        ],
     }
 
 
@@ -59,23 +69,28 @@ def resize_figures(outcomes: Sequence[ResizeOutcome]) -> Row:
     }
 
 
-def compare(rows: Sequence[Row]) -> Row:
-    """The online way over the best static one: throughput, and whether p95 of the time to first token is no worse."""
+def compare(rows: Sequence[Row], policy: str = "mv_wsa") -> Row:
+    """The online ``policy`` over the best static split: throughput, and whether p95 TTFT is no worse.
+
+    A static split that was cut counts with the bound on its throughput; an online one that was cut is not compared.
+    """
     good = [row for row in rows if "error" not in row]
     static = [row for row in good if row["cap"] is not None]
-    online = next((row for row in good if row["cap"] is None), None)
     summary: Row = {
         "failed_turns": sum(row["failed_turns"] for row in good),
+        "cut_turns": sum(row["cut_turns"] for row in good),
         "static": {str(row["cap"]): round(row["turns_per_s"], 4) for row in static},
+        "online": {row["policy"]: round(row["turns_per_s"], 4) for row in good if row["cap"] is None},
     }
+    online = next((row for row in good if row["policy"] == policy and not row["cut_turns"]), None)
     if online is None or not static:
         return summary
     best = max(static, key=lambda row: row["turns_per_s"])
     return summary | {
-        "online": round(online["turns_per_s"], 4),
         "best_static_cap": best["cap"],
         "over_best_static": online["turns_per_s"] / best["turns_per_s"],
         "ttft_p95_over_best_static": online["ttft_p95_s"] / best["ttft_p95_s"],
+        "makespan_s": online["makespan_s"],
         "resizes": online["resizes"],
         "bytes_moved": online["bytes_moved"],
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,29 +18,36 @@ from openai import AsyncOpenAI
 from loadtests.bench.online.config import MODEL, SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
 from loadtests.bench.online.figures import Row, engine_figures, resize_figures, turn_figures
-from loadtests.traces import Trace, generate, workflow
+from loadtests.bench.online.record import recording_of_way
+from loadtests.bench.online.workload import PHASES
+from loadtests.traces import Trace, Workload, generate
 from services.app import Service
 from services.config import DampingSettings, PolicySettings
 from services.preflight import checked_start
 from services.secret_files import read_or_create
-from wisp_core.contracts import ReplicaSnapshot
-from wisp_core.errors import WispError
+from wisp_core.contracts import ReplicaSnapshot, TurnRecord
+from wisp_core.errors import ConfigurationError, WispError
 from wisp_core.model.tiny import write_tiny_model
+from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.store.interface import Store
+from wisp_core.store.keys import TURN_LOG_LENGTH
 
 _LOG_LENGTH = 200
 _SETTLE_S = 30.0
 _SAMPLE_S = 1.0
+_RECORD_SAMPLES = 20
+"""Every so many samples the snapshots stay in the recording."""
 
 
 def trace_of(config: OnlineConfig) -> Trace:
     """The fixed set of turns."""
-    workload = workflow(
-        config.workflow,
-        config.num_turns,
+    if config.workflow not in PHASES:
+        raise ConfigurationError(f"--workflow {config.workflow}: it is one of {', '.join(PHASES)}")
+    workload = Workload(
+        name=config.workflow,
+        phases=PHASES[config.workflow],
+        num_turns=config.num_turns,
         max_context_tokens=config.max_context_tokens,
-        agents_scale=config.agents_scale,
-        output_scale=config.output_scale,
         time_scale=config.time_scale,
         num_topics=MODEL.topics,
     )
@@ -46,9 +55,17 @@ def trace_of(config: OnlineConfig) -> Trace:
 
 
 def run_online(
-    config: OnlineConfig, directory: Path, *, say: Callable[[str], None], on_rows: Callable[[list[Row]], None]
+    config: OnlineConfig,
+    directory: Path,
+    *,
+    say: Callable[[str], None],
+    on_rows: Callable[[list[Row]], None],
+    record: Path | None = None,
 ) -> list[Row]:
-    """Every way to divide the budget, one after the other on one service; a way that fails is a row with its error."""
+    """Every way to divide the budget, one after the other on one service; a way that fails is a row with its error.
+
+    ``record``: a directory for a recording of each way, for `wisp simulate replay`.
+    """
     # A run that is ended stops its service in order: Ray and Valkey would outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     write_tiny_model(directory / "model", MODEL)
@@ -61,7 +78,10 @@ def run_online(
             service.config = with_policy(service, config, cap)
             service.run_policy()
             try:
-                row = asyncio.run(_Way(config, service, trace, label, cap).run())
+                way = _Way(config, service, trace, label, cap)
+                row = asyncio.run(way.run())
+                if record is not None:
+                    write_recording(record / f"{name.replace(' ', '-')}.jsonl", way.recording())
             except (WispError, TimeoutError) as error:
                 row = {"policy": name, "cap": cap, "error": f"{type(error).__name__}: {error}"}
             rows.append(row)
@@ -88,6 +108,14 @@ class _Way:
     def __init__(self, config: OnlineConfig, service: Service, trace: Trace, label: int, cap: int | None) -> None:
         self._config, self._service, self._trace, self._label, self._cap = config, service, trace, label, cap
         self._timeline: list[Row] = []
+        self._player: Player | None = None
+        self._snapshots: list[ReplicaSnapshot] = []
+        self._records: list[TurnRecord] = []
+
+    def recording(self) -> Recording:
+        """What was played and reported, once `run` has ended."""
+        assert self._player is not None
+        return recording_of_way(self._trace, self._player.figures, self._records, self._snapshots)
 
     async def run(self) -> Row:
         async with AsyncExitStack() as stack:
@@ -98,12 +126,16 @@ class _Way:
             clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
             before = await self._settled(store)
             since_s = time.time()
-            player = Player(self._trace, clients, SERVED_NAME, MODEL, self._label)
+            player = Player(self._trace, clients, SERVED_NAME, MODEL, self._label, self._config.mixed_share)
+            self._player = player
             sampling = asyncio.create_task(self._sample(store))
             stack.callback(sampling.cancel)
-            async with asyncio.timeout(self._config.timeout_s):
-                await player.play()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.deadline_s):
+                    await player.play()
             after = await store.list_snapshots()
+            records = await store.list_turns(TURN_LOG_LENGTH)
+            self._records = [one for one in records if one.at_s >= since_s and not one.is_failed]
             outcomes = [
                 outcome
                 for one in after
@@ -113,7 +145,7 @@ class _Way:
         return {
             "policy": self._config.policy if self._cap is None else "static_split",
             "cap": self._cap,
-            **turn_figures(player.figures, self._trace.phases),
+            **turn_figures(player.figures, self._trace.phases, num_planned=len(self._trace)),
             **engine_figures(before, after),
             **resize_figures(outcomes),
             "splits": [asdict_split(one) for one in after],
@@ -128,7 +160,7 @@ class _Way:
                 base_url=f"{self._service.url}/v1",
                 api_key=read_or_create(tenant.key_file),
                 max_retries=0,
-                timeout=self._config.timeout_s,
+                timeout=self._config.deadline_s,
             )
         return clients
 
@@ -152,8 +184,11 @@ class _Way:
 
     async def _sample(self, store: Store) -> None:
         started_s = time.monotonic()
-        while True:
-            for one in await store.list_snapshots():
+        for number in itertools.count():
+            snapshots = await store.list_snapshots()
+            if number % _RECORD_SAMPLES == _RECORD_SAMPLES - 1:
+                self._snapshots += snapshots
+            for one in snapshots:
                 self._timeline.append(
                     {
                         "at_s": round(time.monotonic() - started_s, 1),
