@@ -299,7 +299,7 @@ def prefetch(
             changes[name] = options.integers(text)
     config = dataclasses.replace(config, **changes)
     with tempfile.TemporaryDirectory() as scratch:
-        concurrency = prefetching.concurrency_by_cap(config, plan.find_model(config.engine.model, Path(scratch)))
+        concurrency = prefetching.concurrency_by_cap(config, plan.find_model(config.concurrency_model, Path(scratch)))
 
     def summarize(rows: Sequence[report.Row]) -> dict[str, Any]:
         return prefetching.prefetch_summary(config, rows) | {"concurrency": concurrency}
@@ -353,6 +353,8 @@ def service(
     run_time: Annotated[str, typer.Option(help="As Locust takes it, such as 5m.")] = "5m",
     samples: Annotated[int, typer.Option(min=1, help="Prompts to compare with an engine that holds all experts.")] = 24,
     kill_engine: Annotated[bool, typer.Option(help="Kill one engine and time its restart.")] = True,
+    phase_s: Annotated[float, typer.Option(help="Length of phases of bursts and of long documents; 0: mixed.")] = 0.0,
+    long_words: Annotated[int, typer.Option(min=1, help="Words of a long document.")] = 1500,
     output: Output = None,
 ) -> None:
     """A whole service under load: budget from outside, an engine killed, every token compared."""
@@ -361,7 +363,14 @@ def service(
     from loadtests.service.command import measure_service
     from loadtests.service.run import ServiceRun
 
-    run = ServiceRun(users=users, run_time=run_time, num_samples=samples, is_engine_killed=kill_engine)
+    run = ServiceRun(
+        users=users,
+        run_time=run_time,
+        num_samples=samples,
+        is_engine_killed=kill_engine,
+        phase_s=phase_s,
+        long_words=long_words,
+    )
     raise typer.Exit(measure_service(config, model, run, output))
 
 

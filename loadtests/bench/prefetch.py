@@ -30,7 +30,8 @@ class PrefetchConfig:
     batches: tuple[int, ...] = (1, 4, 8)
     warmup_tokens: int = 16
     timed_tokens: int = 24
-    budget_bytes: int = 24 * 10**9  # for the concurrency that each cap leaves room for
+    concurrency_model: str = "qwen3-30b-a3b"  # whose concurrency by cap is told, whatever the steps are timed on
+    budget_bytes: int = 24 * 10**9  # for that
     session_tokens: int = 4096
 
 
