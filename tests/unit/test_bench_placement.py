@@ -113,14 +113,15 @@ def test_overhead_may_be_serve_s_own_part_and_one_millisecond(service_ms: float,
     assert summary["is_within_limit"] is is_within
 
 
-def test_gated_turns_are_compared_by_cap() -> None:
-    keys = ("makespan_s", "mean_turn_s", "p95_turn_s", "missed_bytes_per_token")
+def test_gated_turns_are_compared_by_cap_and_link() -> None:
+    values = ((20, "fcfs", 2.0), (20, "gated", 1.0), (32, "fcfs", 4.0), (32, "gated", 3.0))
     rows = [
-        {"cap": cap, "way": way, **dict.fromkeys(keys, value)}
-        for cap, way, value in ((20, "fcfs", 2.0), (20, "gated", 1.0), (32, "fcfs", 4.0), (32, "gated", 3.0))
+        {"cap": cap, "link_bytes_per_s": 25e6, "way": way, **dict.fromkeys(coschedule._COMPARED, value)}
+        for cap, way, value in values
     ]
     summary = coschedule.summarize(rows)
-    assert (summary["cap_20_makespan_s"], summary["cap_32_missed_bytes_per_token"]) == (0.5, 0.75)
+    assert summary["cap_20_link_25_mb_per_s"]["makespan_s"] == 0.5
+    assert summary["cap_32_link_25_mb_per_s"]["gap_max_s"] == 0.75
 
 
 def test_what_is_foretold_and_what_it_costs_is_summed_up() -> None:

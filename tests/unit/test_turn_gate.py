@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wisp_core.engine import turn_gate
-from wisp_core.engine.turn_gate import MAX_GAP_S, MAX_HOLD_S, TurnGate, WaitingTurn
+from wisp_core.engine.turn_gate import HOLD_TURNS, MAX_GAP_S, MAX_HOLD_S, MIN_HOLD_S, TurnGate, WaitingTurn
 
 A, B, C = [0b0011, 0b0011], [0b1100, 0b1100], [0b0110, 0b0011]
 LATER_S = 100.0
@@ -39,6 +39,21 @@ def test_the_first_turn_starts_where_nothing_runs() -> None:
 
 def test_unknown_sessions_start() -> None:
     assert gate().may_start(["a"], waiting("new", "b"), LATER_S) == [True, False]
+
+
+def test_the_bound_follows_the_length_of_turns_between_two_limits() -> None:
+    made = gate()
+    assert made.hold_s == MIN_HOLD_S
+    made.note_turn(1.0)
+    assert made.hold_s == HOLD_TURNS
+    assert made.may_start(["a"], waiting("b", waited_s=HOLD_TURNS - 0.1), LATER_S) == [False]
+    assert made.may_start(["a"], waiting("b", waited_s=HOLD_TURNS), LATER_S) == [True]
+    for _ in range(100):
+        made.note_turn(60.0)
+    assert made.hold_s == MAX_HOLD_S
+    for _ in range(200):
+        made.note_turn(0.01)
+    assert made.hold_s == MIN_HOLD_S
 
 
 def test_nobody_waits_longer_than_the_bound() -> None:

@@ -40,6 +40,7 @@ class GatedTurns:
         self._gate = TurnGate()
         self._steps: deque[tuple[bool, float]] = deque()
         self._ended_s = 0.0
+        self._started_s: dict[str, float] = {}  # of running turns
         self.num_held = 0
         """Times that a turn was put off by one step, since the start."""
 
@@ -50,7 +51,10 @@ class GatedTurns:
     def hold(self) -> list[Any]:
         """Before ``schedule``: take out the turns that may not start; ``release`` puts them back."""
         scheduler, waiting = self._scheduler, self._scheduler.waiting
-        if self._gate.is_open or not isinstance(waiting, deque) or not waiting:
+        if self._gate.is_open or not isinstance(waiting, deque):
+            return []
+        self._note_running()
+        if not waiting:
             return []
         # Preempted turns have started once, and hold up nobody's first token.
         fresh = [request for request in waiting if request.status == RequestStatus.WAITING]
@@ -67,6 +71,14 @@ class GatedTurns:
             waiting.clear()
             waiting.extend(kept)
         return held
+
+    def _note_running(self) -> None:
+        """Tell the gate how long the turns ran that have ended."""
+        now_s, scheduler = time.monotonic(), self._scheduler
+        for request_id in self._started_s.keys() - scheduler.requests.keys():
+            self._gate.note_turn(now_s - self._started_s.pop(request_id))
+        for request in scheduler.running:
+            self._started_s.setdefault(request.request_id, now_s)
 
     def release(self, held: list[Any], output: Any) -> None:
         """After ``schedule``: put back what ``hold`` took out, in order of arrival, and note the step."""

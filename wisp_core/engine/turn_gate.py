@@ -11,11 +11,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_HOLD_S = 2.0
-"""A turn that has waited this long starts, whatever it costs the others."""
+HOLD_TURNS = 8.0
+"""A turn that has waited for as long as this many turns usually run starts, whatever it costs the others,"""
+MIN_HOLD_S = 2.0
+MAX_HOLD_S = 30.0
+"""but never before the one nor after the other. Held for less than the running turns take, it would gain nothing:
+those that it was kept apart from are still there."""
 MAX_GAP_S = 0.5
 """Longest time that turns wait for others to share their pass."""
 MAX_SESSIONS = 4096
+_TURN_WEIGHT = 0.1
 
 Masks = tuple[int, ...]
 """Experts of a working set, one bit each, in some layers."""
@@ -38,6 +43,7 @@ class TurnGate:
         self._masks: OrderedDict[str, Masks] = OrderedDict()
         self._pass_s = 0.0
         self._pass_ended_s = 0.0
+        self._turn_s: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -57,6 +63,15 @@ class TurnGate:
         """A step that computed prompts took ``seconds``."""
         self._pass_s, self._pass_ended_s = seconds, ended_s
 
+    def note_turn(self, seconds: float) -> None:
+        """A turn has run for ``seconds``, its waiting apart."""
+        self._turn_s = seconds if self._turn_s is None else self._turn_s + _TURN_WEIGHT * (seconds - self._turn_s)
+
+    @property
+    def hold_s(self) -> float:
+        """How long a turn waits at most."""
+        return min(max(HOLD_TURNS * (self._turn_s or 0.0), MIN_HOLD_S), MAX_HOLD_S)
+
     def may_start(self, running: Sequence[str], waiting: Sequence[WaitingTurn], now_s: float) -> list[bool]:
         """For each of ``waiting``, in order of arrival, whether it may start beside the sessions ``running``.
 
@@ -65,10 +80,10 @@ class TurnGate:
         if self.is_open:
             return [True] * len(waiting)
         is_gap = bool(running) and now_s - self._pass_ended_s < min(self._pass_s, MAX_GAP_S)
-        union = self._union(running)
+        union, hold_s = self._union(running), self.hold_s
         decisions: list[bool] = []
         for turn in waiting:
-            is_overdue = turn.waited_s >= MAX_HOLD_S
+            is_overdue = turn.waited_s >= hold_s
             is_first = not running and not any(decisions)
             with_it = _joined(union, self._masks.get(turn.session))
             may = is_overdue or is_first or (not is_gap and (with_it == union or self._fits(with_it)))
