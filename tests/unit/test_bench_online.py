@@ -11,7 +11,7 @@ import pytest
 from loadtests.bench.online.command import merge
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
 from loadtests.bench.online.drive import TurnFigures
-from loadtests.bench.online.figures import compare, quantile, resize_figures, turn_figures
+from loadtests.bench.online.figures import compare, moves, quantile, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.run import trace_of
 from wisp_core.contracts import Outcome, ResizeOutcome, Split, TurnRecord
@@ -51,6 +51,10 @@ def test_only_what_moved_is_a_resize() -> None:
     row = resize_figures([resize(4, 8), resize(8, 6), resize(5, 5), resize(6, 9, Outcome.DEFERRED)])
     assert (row["resizes"], row["resizes_to_kv"], row["resizes_deferred"]) == (2, 1, 1)
     assert (row["bytes_moved"], row["pause_ms_max"]) == (60, 8.0)
+    first = resize(4, 8).model_copy(update={"at_s": 107.04})
+    second = resize(8, 6).model_copy(update={"at_s": 103.0})
+    listed = moves([first, second, resize(5, 5)], since_s=100.0)
+    assert [(move["at_s"], move["cap_before"], move["cap"]) for move in listed] == [(3.0, 8, 6), (7.0, 4, 8)]
 
 
 def way(cap: int | None, turns_per_s: float, ttft_p95_s: float) -> dict[str, object]:

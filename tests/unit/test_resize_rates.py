@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from wisp_core.contracts import PagerCounts
@@ -73,6 +75,21 @@ def test_the_fit_finds_the_constants_and_its_error_falls_to_nothing() -> None:
     assert found.prompt_token_s == pytest.approx(0.001, rel=0.02)
     assert found.error_fraction < 0.01
     assert found.num_samples == 119
+
+
+def test_a_step_that_is_counted_a_moment_later_than_its_forward_biases_nothing() -> None:
+    """Steps of a second: a reading lies now before, now after the end of a step whose forward has ended."""
+    fit, busy_s = StepFit(600.0), 0.0
+    for half in itertools.accumulate(itertools.islice(itertools.cycle((1, 2, 2, 1, 3)), 400)):
+        forwards = (half + 1) // 2
+        steps = half // 2
+        busy_s = 1.010 * steps
+        prefill = PagerCounts(
+            steps=forwards, tokens=100 * forwards, seconds=1.0 * forwards, link_seconds=0.95 * forwards
+        )
+        found = fit.observe(half / 2, Reading(PagerCounts(), prefill, steps, busy_s))
+    assert found.pass_s + 100 * found.prompt_token_s == pytest.approx(0.06, rel=0.05)
+    assert found.error_fraction < 0.05
 
 
 def test_batches_that_are_all_alike_give_a_fit_that_predicts_them() -> None:

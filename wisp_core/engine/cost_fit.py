@@ -7,8 +7,9 @@ from typing import NamedTuple
 from wisp_core.contracts import CostFit, PagerCounts
 from wisp_core.working_set.forgetting import Forgetting
 
-_LEAST_STEPS = 2
-"""An interval with fewer steps says more about where it was cut than about a step."""
+_LEAST_STEPS = 16
+"""An interval with fewer steps says more about where it was cut than about a step: counters of forwards and of steps
+are read while a step runs, and one of a second may lie in the one and not yet in the other."""
 _RIDGE = 1e-3
 """Where all batches are alike the two constants cannot be told apart: the step gets the time, not the token."""
 
@@ -75,7 +76,7 @@ class StepFit:
         """The constants now. What a step costs outside its forward counts as time of the step."""
         step_s, token_s = self._decode.solve()
         pass_s, prompt_token_s = self._prefill.solve()
-        overhead_s = self._overhead_s / self._overhead_steps if self._overhead_steps else 0.0
+        overhead_s = max(0.0, self._overhead_s / self._overhead_steps) if self._overhead_steps else 0.0
         return CostFit(
             step_s=step_s + overhead_s,
             token_s=token_s,
@@ -100,7 +101,7 @@ class StepFit:
             if steps > 0:
                 link_s = after.link_seconds - before.link_seconds
                 line.add(now_s, steps, after.tokens - before.tokens, max(0.0, seconds - link_s))
-        self._overhead_s = keep * self._overhead_s + max(0.0, measured_s - forward_s)
+        self._overhead_s = keep * self._overhead_s + measured_s - forward_s
         self._overhead_steps = keep * self._overhead_steps + (now.steps - last.steps)
         self._num_samples += 1
 

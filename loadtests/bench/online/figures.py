@@ -69,6 +69,22 @@ def resize_figures(outcomes: Sequence[ResizeOutcome]) -> Row:
     }
 
 
+def moves(outcomes: Sequence[ResizeOutcome], since_s: float) -> list[Row]:
+    """Every resize that was applied, in the order of time; ``since_s`` is when the run began, Unix seconds."""
+    return [
+        {
+            "at_s": round(one.at_s - since_s, 1),
+            "replica": one.replica_id,
+            "cap": one.after.cap,
+            "cap_before": one.before.cap,
+            "kv_blocks": one.after.kv_blocks,
+            "pause_ms": round(one.pause_ms, 1),
+        }
+        for one in sorted(outcomes, key=lambda one: one.at_s)
+        if one.outcome is Outcome.APPLIED and one.before != one.after
+    ]
+
+
 def compare(rows: Sequence[Row], policy: str = "mv_wsa") -> Row:
     """The online ``policy`` over the best static split: throughput, and whether p95 TTFT is no worse.
 

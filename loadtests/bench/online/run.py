@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from loadtests.bench.online.config import MODEL, SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
-from loadtests.bench.online.figures import Row, engine_figures, resize_figures, turn_figures
+from loadtests.bench.online.figures import Row, engine_figures, moves, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.workload import PHASES
 from loadtests.traces import Trace, Workload, generate
@@ -34,8 +34,8 @@ from wisp_core.store.keys import TURN_LOG_LENGTH
 
 _LOG_LENGTH = 200
 _SETTLE_S = 30.0
-_SAMPLE_S = 1.0
-_RECORD_SAMPLES = 20
+_SAMPLE_S = 5.0
+_RECORD_SAMPLES = 6
 """Every so many samples the snapshots stay in the recording."""
 
 
@@ -149,6 +149,7 @@ class _Way:
             **engine_figures(before, after),
             **resize_figures(outcomes),
             "splits": [asdict_split(one) for one in after],
+            "moves": moves(outcomes, since_s),
             "timeline": self._timeline,
         }
 
