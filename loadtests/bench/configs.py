@@ -100,12 +100,12 @@ class BudgetConfig:
     budgets_bytes: tuple[int, ...]
     batches: tuple[int, ...] = (1, 4, 8)
     decode_prompt_tokens: int = 32
-    warmup_tokens: int = 12
-    timed_tokens: int = 24
+    warmup_tokens: int = 24
+    timed_tokens: int = 48  # enough for misses to be near their mean
     prompt_tokens: tuple[int, ...] = (128, 2000, 8000)
     repeats: int = 1
     enough_s: float = 5.0
-    resizes: int = 5
+    resizes: int = 3
     max_model_len: int = 8192
 
 
