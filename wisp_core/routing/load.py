@@ -34,6 +34,8 @@ class Load:
     pass_s: Column
     """Of a prefill pass that needs every expert."""
     max_pass_tokens: Column
+    whole_pass: Column
+    """Part of the experts that a pass of that many tokens needs."""
     use_share: Column
     """Part of a layer's experts that one token uses."""
     prompt_token_s: Column
@@ -78,13 +80,15 @@ def load_of(figures: Mapping[str, Column], weights: RoutingWeights, *, absent_se
     places = np.maximum(figures["max_num_seqs"], 1.0)
     together = 1.0 + turns
     use_share = np.where(figures["use_share"] > 0, figures["use_share"], 1.0)
+    max_pass_tokens = np.maximum(figures["max_pass_tokens"], 1.0)
     return Load(
         turns=turns,
         token_s=pace * (figures["fixed_s"] + figures["row_s"] * (together + turns)),
         copies_s=figures["copy_s"] * figures["copies"],
         use_s=figures["copy_s"] * together,
         pass_s=figures["pass_s"] / needed_share(np.maximum(figures["pass_tokens"], 1.0), use_share) * together,
-        max_pass_tokens=np.maximum(figures["max_pass_tokens"], 1.0),
+        max_pass_tokens=max_pass_tokens,
+        whole_pass=needed_share(max_pass_tokens, use_share),
         use_share=use_share,
         prompt_token_s=figures["prompt_token_s"] * together,
         queue=np.maximum(figures["turns"] + 1.0 - places, 0.0) / places,

@@ -63,8 +63,9 @@ def costs(request: RoutingRequest, load: Load, *, tokens: int, missing_tokens: f
         tokens: Its `output_tokens`.
         missing_tokens: Prompt tokens that are not in their prefix cache.
     """
-    whole, rest = np.divmod(missing_tokens, load.max_pass_tokens)
-    passes = whole * needed_share(load.max_pass_tokens, load.use_share) + needed_share(rest, load.use_share)
+    whole = np.floor(missing_tokens / load.max_pass_tokens)
+    rest = missing_tokens - whole * load.max_pass_tokens
+    passes = whole * load.whole_pass + needed_share(rest, load.use_share)
     # Turns that wait for blocks already come first.
     length = max(1, request.prompt_tokens + request.max_tokens)
     rounds = np.minimum(np.maximum(load.waits - load.free_tokens / length, 0.0), _MAX_ROUNDS)

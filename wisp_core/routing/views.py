@@ -32,7 +32,7 @@ class RoutingWeights:
     """Cost of a turn that meets a resize."""
     tie_s: float = 0.001
     """Differences below this are decided by the session's hash."""
-    num_scored: int = 4
+    num_scored: int = 6
     """Replicas that are scored exactly, the home apart."""
     stale_after_s: float = 10.0
     """Age at which a replica's figures count as missing."""
