@@ -31,13 +31,11 @@ class CoScheduleConfig:
     """One engine on this machine's CPU, its link emulated, and agents in a closed loop."""
 
     name: str = "co-schedule"
-    caps: tuple[int, ...] = (18, 32)
-    """Slots per layer, of 64; a topic prefers 16 experts."""
-    links_bytes_per_s: tuple[float, ...] = (25e6, 100e6)
-    """Slow: nearly all of a step is copies where working sets do not fit. Fast: half of it."""
+    engines: tuple[tuple[int, float], ...] = ((18, 100e6), (18, 400e6), (32, 100e6))
+    """Slots per layer, of 64, where a topic prefers 16 experts; and bytes per second of the link."""
     num_agents: int = 12
     """Of eight topics in turn."""
-    turns_per_agent: int = 4
+    turns_per_agent: int = 2
     prompt_tokens: int = 48
     output_tokens: int = 32
     num_long_agents: int = 1
@@ -55,9 +53,8 @@ def measure(config: CoScheduleConfig, directory: Path, say: Callable[[str], None
         engine_environment(is_cpu=True, is_local_model=True, extra={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     )
     rows: list[Row] = []
-    for cap in config.caps:
-        for link_bytes_per_s in config.links_bytes_per_s:
-            rows += _of_engine(config, directory, cap, link_bytes_per_s, say)
+    for cap, link_bytes_per_s in config.engines:
+        rows += _of_engine(config, directory, cap, link_bytes_per_s, say)
     return rows
 
 
