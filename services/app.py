@@ -193,9 +193,9 @@ class Service:
         try:
             serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=_LOGGING)
         except RuntimeError as error:
-            # Serve says only which deployment failed; why is in its status, the exception itself in the last lines.
+            # Serve says only which deployment failed; why is in its status.
             deployments = serve.status().applications[self.config.name].deployments
-            reasons = [one.message.strip() for one in deployments.values() if one.message.strip()]
+            reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()]
             raise ConfigurationError("the service did not start:\n" + "\n".join(reasons)) from error
 
     @property
@@ -256,6 +256,17 @@ class Service:
         }
         write_service_file(self.config.state_dir, facts)
         self._is_published = True
+
+
+def reason_in(message: str) -> str:
+    """What an operator can mend, from Serve's message on a deployment: of a traceback only WiSP's own error, if any."""
+    _, found, error = message.rpartition("wisp_core.errors.")
+    if not found:
+        return message.strip()
+    lines = error.partition(": ")[2].strip().splitlines()
+    # Pydantic's way to say where it was and what to read.
+    lines = [line.partition(" [type=")[0] for line in lines if "https://errors.pydantic.dev" not in line]
+    return "\n".join(lines)
 
 
 def ray_cpus(config: ServiceConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from services.app import Service, needed_cpus, ray_cpus
+from services.app import Service, needed_cpus, ray_cpus, reason_in
 from services.config import ServiceConfig
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
 from services.store_address import StoreAddress
@@ -97,3 +97,20 @@ def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeyp
     assert ray_cpus(config(tmp_path)) >= needed_cpus(config(tmp_path, replica={"count": 3}))
     scaled = config(tmp_path, replica={"autoscaling": {"max_count": 5}})
     assert needed_cpus(scaled) == needed_cpus(config(tmp_path, replica={"count": 5}))
+
+
+def test_of_a_failed_start_the_operator_is_told_what_to_mend() -> None:
+    traceback = """The deployment failed to start 1 times in a row. Error:
+ray::ServeReplica:faults:Replica.initialize_and_get_metadata()
+    raise ConfigurationError(f"the engine did not start: {error}") from error
+wisp_core.errors.ConfigurationError: the engine did not start: 1 validation error for SchedulerConfig
+  Value error, max_num_batched_tokens (8) must be at least max_num_seqs (16). [type=value_error, input_value=ArgsKwargs()]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+    assert reason_in(traceback) == (
+        "the engine did not start: 1 validation error for SchedulerConfig\n"
+        "  Value error, max_num_batched_tokens (8) must be at least max_num_seqs (16)."
+    )
+    assert reason_in(" A replica failed to start: No module named 'x'. ") == (
+        "A replica failed to start: No module named 'x'."
+    )
