@@ -104,7 +104,7 @@ def test_of_a_failed_start_the_operator_is_told_what_to_mend() -> None:
 ray::ServeReplica:faults:Replica.initialize_and_get_metadata()
     raise ConfigurationError(f"the engine did not start: {error}") from error
 wisp_core.errors.ConfigurationError: the engine did not start: 1 validation error for SchedulerConfig
-  Value error, max_num_batched_tokens (8) must be at least max_num_seqs (16). [type=value_error, input_value=ArgsKwargs()]
+  Value error, max_num_batched_tokens (8) must be at least max_num_seqs (16). [type=value_error, input_value=A()]
     For further information visit https://errors.pydantic.dev/2.14/v/value_error
 """
     assert reason_in(traceback) == (
