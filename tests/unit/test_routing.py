@@ -111,6 +111,15 @@ def test_a_short_prefill_costs_a_whole_pass() -> None:
     assert scores["away"].recompute_s == pytest.approx(1.0 + 0.3)
 
 
+def test_a_long_prompt_takes_several_passes_and_a_short_one_a_part_of_one() -> None:
+    """Of a pass over few tokens only the experts that these need are copied."""
+    figures = {"pass_s": 1.0, "pass_tokens": 1e6, "max_pass_tokens": 1000, "use_share": 0.01, "prompt_token_s": 0.0}
+    for tokens, passes in ((2500, 3.0), (1000, 1.0), (100, 0.632), (10, 0.095), (0, 0.0)):
+        request = RoutingRequest(session_key="s", prompt_tokens=tokens)
+        scores = decide(request, one("a", **figures)).scores
+        assert scores["a"].recompute_s == pytest.approx(passes, abs=0.01)
+
+
 @pytest.mark.parametrize(("row_s", "chosen"), [(0.0015, "a"), (0.0025, "b")])
 def test_a_session_moves_only_for_more_than_the_gain(row_s: float, chosen: str) -> None:
     request = RoutingRequest(session_key="s", home="a", max_tokens=100)

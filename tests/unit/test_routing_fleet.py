@@ -62,6 +62,8 @@ def test_figures_carry_what_the_snapshot_says() -> None:
     assert (found.free_blocks, found.cached_blocks, found.turns, found.waiting_turns) == (30, 7, 3, 1)
     assert found.copy_s == 2048 / RoutingWeights().default_link_bytes_per_s
     assert (found.pass_s, found.pass_tokens, found.prompt_token_s) == (0.25, 25.0, 0.02)
+    layout = snapshot().layout
+    assert (found.max_pass_tokens, found.use_share) == (layout.max_pass_tokens, layout.top_k / layout.num_experts)
     assert found.prefill_share == pytest.approx(0.2 * 0.75)
 
 
