@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,11 +14,15 @@ import typer
 
 from loadtests.bench import configs, options, plan, report, summary
 from loadtests.bench import prefetch as prefetching
+from loadtests.bench.online import cli as of_a_service
 from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+app.command()(of_a_service.online)
+app.command()(of_a_service.balloon)
 
 Config = TypeVar(
     "Config",
@@ -69,7 +72,6 @@ _PREFILL_COLUMNS = (
     "offloaded_bytes",
     "output_hash",
 )
-_ONLINE_COLUMNS = ("policy", "cap", "turns_per_s", "makespan_s", "ttft_p95_s", "failed_turns", "resizes", "bytes_moved")
 _PREFETCH_COLUMNS = (
     "mode",
     "prefetch",
@@ -187,7 +189,7 @@ def latency(
         (prefill_config, summary.prefill_summary, _PREFILL_COLUMNS),
     )
     directory = (output or report.RESULTS).resolve()
-    command = _command()
+    command = report.command_line()
 
     def own(measured: Measured, name: str) -> Measured:
         rows = [row for row in measured.rows if row.get("benchmark", name) == name]
@@ -308,44 +310,6 @@ def prefetch(
 
 
 @app.command()
-def online(
-    policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
-    caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
-    workflow: Annotated[str, typer.Option(help="One of loadtests.bench.online.workload.PHASES.")] = "shifts",
-    turns: Annotated[int | None, typer.Option(min=1, help="Turns of the fixed set.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
-    deadline_s: Annotated[float | None, typer.Option(min=1, help="Cut each way after so many seconds.")] = None,
-    merge: Annotated[list[Path] | None, typer.Option(help="Run nothing: rows of this results file; again.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Directory for recordings, for wisp simulate replay.")] = None,
-    output: Output = None,
-    work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,
-) -> None:
-    """Turns per second of a live service whose work has phases: divided online, and by every static split (CPU).
-
-    Ways may run in processes of their own (--policy none --caps 16, and --caps none), and be merged afterwards.
-    """
-    # Ray reads these when it is imported, and the service imports Ray.
-    prepare_driver()
-    from loadtests.bench.online import command
-    from loadtests.bench.online.config import OnlineConfig
-
-    config = OnlineConfig(policy=policy, workflow=workflow, seed=seed)
-    given: dict[str, Any] = {"num_turns": turns, "deadline_s": deadline_s}
-    if caps is not None:
-        given["caps"] = () if caps == "none" else options.integers(caps)
-    config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
-    path = (output or report.result_path(config.name, "cpu")).resolve()
-    if merge:
-        result = command.merge(merge, path)
-    else:
-        result = command.measure(config, path, _command(), record=record, work_dir=work_dir, say=_say)
-    report.print_table(f"{result.config.name}: {result.config.workflow}", result.measured.rows, _ONLINE_COLUMNS)
-    typer.echo(report.last_line(result.config, path, result.measured, result.summary))
-    if any("error" in row for row in result.measured.rows):
-        raise typer.Exit(1)
-
-
-@app.command()
 def service(
     config: Annotated[Path, typer.Option(help="The service's YAML file, such as infra/serve/gpu.yaml.")],
     model: Annotated[str | None, typer.Option(help="Instead of its model: a checkpoint, 'tiny', or a shape.")] = None,
@@ -405,7 +369,7 @@ def _run(
 ) -> None:
     """Run, save after every engine, print; exit code 1 when no engine gave a row."""
     path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = _command()
+    command = report.command_line()
 
     def save(measured: Measured) -> None:
         report.write_result(path, config, command, measured, summarize(measured.rows))
@@ -417,10 +381,6 @@ def _run(
     typer.echo(report.last_line(config, path, measured, summarize(measured.rows)))
     if all("error" in row for row in measured.rows):
         raise typer.Exit(1)
-
-
-def _command() -> str:
-    return "wisp bench " + shlex.join(sys.argv[1:])
 
 
 def _say(text: str) -> None:

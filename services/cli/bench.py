@@ -19,6 +19,7 @@ pass_on(
         "identity": "Tokens and log-probabilities of paged engines against resident ones, on a GPU.",
         "resize": "Pause of the engine while memory moves between experts and KV.",
         "online": "A live service whose work has phases: divided online, and by every static split.",
+        "balloon": "How soon KV blocks leave a pool in use: by the balloon, and behind a drained barrier.",
         "prefetch": "Prefetch of predicted experts, on against off.",
         "service": "A whole service under load: budget from outside, an engine killed, every token compared.",
         "pager-overhead": "What paging costs by itself.",

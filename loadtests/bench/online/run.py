@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.workload import PHASES
 from loadtests.traces import Trace, Workload, generate
 from services.app import Service
-from services.config import DampingSettings, PolicySettings
+from services.config import DampingSettings, PolicySettings, TenantSettings
 from services.preflight import checked_start
 from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot, TurnRecord
@@ -125,6 +124,7 @@ class _Way:
             stack.callback(tending.cancel)
             clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
             before = await self._settled(store)
+            self._snapshots = list(before)  # a replay starts from their split
             since_s = time.time()
             player = Player(self._trace, clients, SERVED_NAME, MODEL, self._label, self._config.mixed_share)
             self._player = player
@@ -154,16 +154,8 @@ class _Way:
         }
 
     def _clients(self) -> dict[str, AsyncOpenAI]:
-        clients = {}
-        for tenant in self._service.config.tenants:
-            assert tenant.key_file is not None, "the bench writes its own tenants"
-            clients[tenant.tenant_id] = AsyncOpenAI(
-                base_url=f"{self._service.url}/v1",
-                api_key=read_or_create(tenant.key_file),
-                max_retries=0,
-                timeout=self._config.deadline_s,
-            )
-        return clients
+        tenants = self._service.config.tenants
+        return {one.tenant_id: client_of(self._service, one, self._config.deadline_s) for one in tenants}
 
     async def _tend(self) -> None:
         while True:
@@ -203,14 +195,17 @@ class _Way:
             await asyncio.sleep(_SAMPLE_S)
 
 
+def client_of(service: Service, tenant: TenantSettings, timeout_s: float) -> AsyncOpenAI:
+    """A client with the tenant's key, which tries nothing twice."""
+    assert tenant.key_file is not None, "a benchmark writes its own tenants"
+    return AsyncOpenAI(
+        base_url=f"{service.url}/v1", api_key=read_or_create(tenant.key_file), max_retries=0, timeout=timeout_s
+    )
+
+
 def asdict_split(snapshot: ReplicaSnapshot) -> Row:
     """The split in effect."""
     return {"cap": snapshot.split.cap, "kv_blocks": snapshot.split.kv_blocks}
-
-
-def config_of(config: OnlineConfig) -> Row:
-    """Everything that decides the run, for its file."""
-    return asdict(config) | {"model": asdict(MODEL)}
 
 
 def _brief(row: Row) -> str:
