@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -29,7 +30,7 @@ from services.secret_files import ServiceSecrets, replace_secret, secret_path, t
 from services.service_file import remove_service_file, write_service_file
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation
-from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.errors import ConfigurationError, EngineUnavailableError, WispError
 from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _SPARE_CPUS = 1
 """For a replica that an upgrade adds."""
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 READY_TIMEOUT_S = 300.0
+FIXED = ("name", "state_dir", "http.host", "http.port", "redis")
+"""Settings that no upgrade changes."""
 
 
 class Service:
@@ -99,18 +102,19 @@ class Service:
     def upgrade(self, config: ServiceConfig) -> None:
         """Go on with ``config``, without failing a turn: parts are replaced one at a time, and drained before.
 
-        Blocks until the new ones serve. Raises ConfigurationError; what cannot change is refused before anything does.
+        Blocks until the new ones serve. Raises ConfigurationError: what cannot change is refused before anything does,
+        and if the new parts do not start, the old ones are back.
         """
         config, password_file = _hide_redis_password(config)
-        for name in ("name", "state_dir", "http", "redis"):
-            if getattr(config, name) != getattr(self.config, name):
-                raise ConfigurationError(f"{name}: cannot change while the service runs: stop it and start it again")
+        if changed := [name for name in FIXED if attrgetter(name)(config) != attrgetter(name)(self.config)]:
+            names = ", ".join(changed)
+            raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         self._check_room(config)
         tenant_specs(config)
         before = self.config, self._redis_password_file
         try:
             self._deploy(config, password_file)
-        except ConfigurationError:
+        except WispError:
             self._deploy(*before)
             raise
 

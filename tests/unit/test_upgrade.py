@@ -13,7 +13,7 @@ from services.app import Service, needed_cpus, ray_cpus, reason_in
 from services.config import ServiceConfig
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
 from services.store_address import StoreAddress
-from wisp_core.errors import ConfigurationError
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
 
 def config(tmp_path: Path, replica: dict[str, Any] | None = None, **sections: Any) -> ServiceConfig:
@@ -90,6 +90,28 @@ def test_replicas_that_ray_has_no_room_for_are_refused_before_anything_changes(
     with pytest.raises(ConfigurationError, match="of Ray's GPUs"):
         service.upgrade(config(tmp_path, replica={"num_gpus": 1.0}))
     assert [one.replica.count for one in deployed] == [3]
+
+
+def test_what_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> None:
+    service = Service(config(tmp_path))
+    other = config(tmp_path, name="other", http={"port": 8001, "num_ingresses": 2})
+    with pytest.raises(ConfigurationError, match=r"^name, http\.port: cannot change while"):
+        service.upgrade(other)
+
+
+def test_if_the_new_parts_do_not_start_the_old_ones_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, deployed = Service(config(tmp_path)), list[int]()
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
+
+    def deploy(_: Service, config: ServiceConfig, password_file: Path | None) -> None:
+        deployed.append(config.replica.count)
+        if config.replica.count == 3:
+            raise EngineUnavailableError("not ready")
+
+    monkeypatch.setattr(Service, "_deploy", deploy)
+    with pytest.raises(EngineUnavailableError, match="not ready"):
+        service.upgrade(config(tmp_path, replica={"count": 3}))
+    assert deployed == [3, 2]
 
 
 def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
