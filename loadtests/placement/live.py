@@ -54,12 +54,12 @@ class LiveConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
     workflow: str = "tool_bursts"
-    num_turns: int = 112
+    num_turns: int = 160
     agents_scale: float = 1.0
     """Of the workflow's 16 concurrent agents."""
     output_scale: float = 1.5
     time_scale: float = 0.1
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1)
     """Of the work."""
 
 
