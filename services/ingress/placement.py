@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 MAX_CONFLICTS = 3
 REPLICAS_PER_REFRESH = 64
-"""Replicas whose snapshots and use rates are read in one refresh, those read longest ago."""
+"""Replicas whose snapshots and use rates are read in one refresh, those read longest ago: a thousand in 4 s."""
 REPLICAS_AT_ONCE = 16
 """Replicas taken over before turns get their chance again."""
 ValueT = TypeVar("ValueT")
