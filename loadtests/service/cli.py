@@ -35,16 +35,22 @@ def fairness(
     turns: Annotated[int, typer.Option(min=10, help="Turns of the quiet tenant in each condition.")] = 200,
     b_weight: Annotated[float, typer.Option(help="Weight of the quiet tenant; the others' is 1.")] = 9.0,
     max_condition_s: Annotated[float, typer.Option(help="A condition that takes longer ends, seconds.")] = 600.0,
+    conditions: Annotated[
+        str, typer.Option(help="Of alone,flood,thrash,ample; alone is needed.")
+    ] = "alone,flood,thrash",
     merge: Merge = None,
     output: Output = None,
 ) -> None:
     """What a tenant that floods, and one that thrashes the expert cache, cost another."""
-    from loadtests.service.fairness import FairnessConfig, holds, measure, summarize
+    from loadtests.service.fairness import CONDITIONS, FairnessConfig, holds, measure, summarize
 
     if merge:
         typer.echo(json.dumps(merge_results(output or result_path("fairness"), merge, summarize)))
         return
-    config = FairnessConfig(turns=turns, b_weight=b_weight, max_condition_s=max_condition_s)
+    chosen = tuple(conditions.split(","))
+    if "alone" not in chosen or not set(chosen) <= set(CONDITIONS):
+        raise ConfigurationError(f"--conditions {conditions}: give alone and some of {', '.join(CONDITIONS[1:])}")
+    config = FairnessConfig(turns=turns, conditions=chosen, b_weight=b_weight, max_condition_s=max_condition_s)
     rows = asyncio.run(measure(config, runs, lambda rows: typer.echo(json.dumps(rows[-1]), err=True)))
     summary = summarize(rows)
     write_result(output or result_path("fairness"), "fairness", asdict(config), rows, summary)
