@@ -97,6 +97,15 @@ def test_rows_that_cannot_be_copied_are_refused() -> None:
         Gather([square], [square[:, :4]], DEVICE)
 
 
+def test_what_one_kernel_copies_must_have_one_unit() -> None:
+    words, single = torch.zeros(4, 64, device=DEVICE), torch.zeros(4, 7, dtype=torch.uint8, device=DEVICE)
+    gathers = [Gather(tensors, tensors, DEVICE) for tensors in ([words], [single], [words, single], [])]
+    assert gathers[0].is_like(gathers[2])
+    assert not gathers[0].is_like(gathers[1])
+    assert all(gather.is_like(gathers[3]) for gather in gathers)
+    assert [gather.is_led for gather in gathers] == [True, True, False, True]
+
+
 class PagedLayers:
     """Slots of some layers next to their host experts and the reference; a step is checked to the byte."""
 

@@ -65,6 +65,8 @@ class _Layer:
         self.gather_all = self._gather(names, device)
         self.gather_first = self._gather([name for name in names if name not in second], device)
         self.gather_second = self._gather(second, device)
+        if not self.gather_first.is_like(self.gather_second):  # sizes so odd that one kernel cannot copy both
+            self.gather_first, self.gather_second = self.gather_all, self._gather([], device)
         self.moves = Gather(slots, slots, device, num_programs=_MOVE_PROGRAMS)
 
     def _gather(self, names: list[str], device: torch.device) -> Gather:

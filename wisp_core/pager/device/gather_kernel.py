@@ -184,6 +184,11 @@ class Gather:
         """Whether a plan kernel may copy everything itself."""
         return len(self._launches) <= 1
 
+    def is_like(self, other: Gather) -> bool:
+        """Whether one kernel can copy what both have to lead with."""
+        ours, theirs = self.leading, other.leading
+        return ours is None or theirs is None or ours.constants == theirs.constants
+
     @property
     def leading(self) -> Parameters | None:
         """The parameters that a plan kernel may copy itself; None when there are none at all."""

@@ -312,7 +312,7 @@ def plan_step(
         num_valid_rows: int32 [1] on the device, rows that are real tokens; more than there are means all.
         path: DECODE is `LayerTable.plan`, STREAMED is `LayerTable.look_up`.
         gather: copies the experts that got a slot; None: that comes later, or never, as on the path STREAMED.
-        gather_after: copies other parameters of them after that.
+        gather_after: copies other parameters of them after that; it must be `Gather.is_like` the other.
         blocks: receives the blocks of the step's products.
         is_marking: add READY to ``layer.ready`` between the two; whoever waits for it must take it back.
         num_warps: None: `_PLANNING_WARPS` or `_COPYING_WARPS`.
@@ -322,6 +322,7 @@ def plan_step(
     assert slot_ids.shape == topk_ids.shape
     gathers = [given for given in (gather, gather_after) if given is not None]
     assert path is Path.DECODE or not (gathers or is_marking)
+    assert gather is None or gather_after is None or gather.is_like(gather_after)
     num_ids = topk_ids.numel()
     _plan_kernel[(max((given.num_programs for given in gathers), default=1),)](
         topk_ids,
@@ -362,7 +363,6 @@ def _copies(layer: LayerState, gather: Gather | None, gather_after: Gather | Non
         arguments[f"{name}_chunks"] = leading.chunks_per_expert if leading is not None else 0
         arguments[f"num_{name}"] = len(leading.table) if leading is not None else 0
         if leading is not None:
-            assert constants in (_NOTHING_TO_GATHER, leading.constants), "one kernel copies both alike"
             constants = leading.constants
     return arguments | constants
 
