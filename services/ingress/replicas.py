@@ -172,7 +172,7 @@ class ReplicaClient:
 
 
 async def _drained(stream: ReplicaStream) -> None:
-    with contextlib.suppress(*LOST):
+    with contextlib.suppress(EngineUnavailableError, RayError):  # the answer is complete, whatever comes after it
         async for _ in stream:
             pass
 
