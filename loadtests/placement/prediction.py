@@ -155,9 +155,14 @@ def _safe_sizes(config: PredictionConfig, engine: Any, known: dict[str, Signatur
         cap = safe_cap(_rates(prompt), config.safe_miss_share, engine.facts.layout.min_cap)
         engine.resize(engine.plan(Split(cap=cap, kv_blocks=64)))
         number = config.known_sessions + config.new_sessions
-        sampling = SamplingParams(max_tokens=config.answer_tokens, temperature=1.0, seed=number, ignore_eos=True)
+        prompts = [{"prompt_token_ids": _prompt(config, topic, number)}]
+
+        def sampling(tokens: int, seed: int) -> list[Any]:
+            return [SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True)]
+
+        engine.generate(prompts, sampling(config.first_tokens, 0))  # the slots hold another topic's experts
         before = engine.snapshot()
-        engine.generate([{"prompt_token_ids": _prompt(config, topic, number)}], [sampling])
+        engine.generate(prompts, sampling(config.answer_tokens, 1))
         after = engine.snapshot()
         missed, distinct = (getattr(after.decode, n) - getattr(before.decode, n) for n in ("misses", "distinct"))
         rows.append({"kind": "safe_size", "topic": topic, "cap": after.split.cap, "miss_share": missed / distinct})
