@@ -161,6 +161,33 @@ def test_a_turn_counts_in_full_while_it_is_there_and_fades_when_it_has_ended() -
     window.end("never began", 40.0)
 
 
+def test_a_turn_that_waits_counts_and_is_known_better_once_it_is_admitted() -> None:
+    window = TurnWindow(2, memory_s=10.0)
+    window.begin("a", np.array([1.0, 0.0]), 0.0)
+    waiting = window.rates(10.0, 1e9)
+    window.revise("a", np.array([1.0, 300.0]))
+    admitted = window.rates(10.0, 1e9)
+    assert (waiting[0], admitted[0]) == pytest.approx((1 / 20, 1 / 20)), "its time began when it came"
+    assert (waiting[1], admitted[1]) == pytest.approx((0.0, 300 / 20))
+    window.revise("b", np.array([1.0, 300.0]))
+    assert window.rates(10.0, 1e9) == pytest.approx(admitted)
+    window.forget("a")
+    window.end("a", 10.0)
+    assert window.rates(10.0, 1e9) == pytest.approx([0.0, 0.0]), "it has gone before it was admitted"
+
+
+def test_what_reuse_would_save_is_told_without_a_use() -> None:
+    reuse = PrefixReuse(max_blocks=64, block_tokens=16, pass_tokens=64)
+    reuse.admit("a", blocks("a", 4))
+    reuse.end("a", blocks("a", 4))
+    reuse.touch(blocks("b", 8))
+    told = reuse.saved(blocks("a", 4))
+    assert told[:, 1].sum() == 4 * 16
+    assert (reuse.saved(blocks("a", 4)) == told).all()
+    assert (reuse.admit("c", blocks("a", 4)) == told).all()
+    assert (reuse.saved(blocks("a", 4)) != told).any(), "now it was used a moment ago"
+
+
 def test_steady_turns_have_their_rate_however_long_they_last() -> None:
     for duration_s in (1, 5, 60):
         window = TurnWindow(2, memory_s=10.0)

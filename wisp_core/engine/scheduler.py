@@ -100,7 +100,7 @@ class WispSchedulerMixin:
         """Queue a request."""
         self._wisp_turns.add(request)
         super().add_request(request)  # type: ignore[misc]
-        self._wisp_meter.note_change()
+        self._wisp_meter.note_arrived(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Decide the next step."""

@@ -13,7 +13,7 @@ from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
 from wisp_core.memory.kv_returns import Returns
 from wisp_core.memory.kv_reuse import PrefixReuse, Saved, block_edges, passes_of
-from wisp_core.memory.turn_window import TurnWindow
+from wisp_core.memory.turn_window import Amounts, TurnWindow
 from wisp_core.working_set.forgetting import DecayedSum
 
 _REMEMBERED_POOLS = 4
@@ -82,33 +82,46 @@ class TurnMeter:
         """Turns came or went."""
         self._observe(time.monotonic(), *self._turns())
 
-    def note_admitted(self, request_ids: list[str]) -> None:
-        """Turns got their first blocks; a preempted one that comes back is not among them."""
+    def note_arrived(self, request: Any) -> None:
+        """A turn is queued: what it asks for is known now, and its distances of reuse as they are now."""
         now_s = time.monotonic()
-        for request_id in request_ids:
-            request = self._scheduler.requests[request_id]
-            num_tokens = request.num_prompt_tokens
-            amounts = (
-                1,
-                num_tokens,
-                passes_of(num_tokens, self._pass_tokens),
-                self._demand.lengths.expect(self._turn(request)),
-            )
-            self._asked.begin(request_id, np.concatenate((amounts, self._saved(request).reshape(-1))), now_s)
+        saved = self._nothing()
+        if self._uses_prefixes(request):
+            prompt_hashes = self._prompt_hashes(request)
+            self._returns.begin(reversed(prompt_hashes), now_s)
+            saved = self._reuse.saved(prompt_hashes, **self._prompt_sizes(request))
+        self._asked.begin(request.request_id, self._amounts(request, saved), now_s)
         self.note_change()
 
-    def _saved(self, request: Any) -> Saved:
-        """What the prefix cache could save the request at every size of the pool."""
-        if not self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
-            return np.zeros((len(self._reuse.edges), 3))
-        prompt_hashes = self._prompt_hashes(request)
-        self._returns.begin(reversed(prompt_hashes), time.monotonic())
-        return self._reuse.admit(
-            request.request_id,
-            prompt_hashes,
-            num_reusable=(request.num_prompt_tokens - 1) // self._block_tokens,
-            prompt_tokens=request.num_prompt_tokens,
+    def note_admitted(self, request_ids: list[str]) -> None:
+        """Turns got their first blocks; a preempted one that comes back is not among them."""
+        for request_id in request_ids:
+            request = self._scheduler.requests[request_id]
+            saved = self._nothing()
+            if self._uses_prefixes(request):
+                sizes = self._prompt_sizes(request)
+                saved = self._reuse.admit(request_id, self._prompt_hashes(request), **sizes)
+            self._asked.revise(request_id, self._amounts(request, saved))
+        self.note_change()
+
+    def _amounts(self, request: Any, saved: Saved) -> Amounts:
+        """What a turn asks for; ``saved`` is what the prefix cache could save it at every size of the pool."""
+        num_tokens = request.num_prompt_tokens
+        passes, output_tokens = (
+            passes_of(num_tokens, self._pass_tokens),
+            self._demand.lengths.expect(self._turn(request)),
         )
+        return np.concatenate(((1, num_tokens, passes, output_tokens), saved.reshape(-1)))
+
+    def _nothing(self) -> Saved:
+        return np.zeros((len(self._reuse.edges), 3))
+
+    def _uses_prefixes(self, request: Any) -> bool:
+        return bool(self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request))
+
+    def _prompt_sizes(self, request: Any) -> dict[str, int]:
+        num_tokens = int(request.num_prompt_tokens)
+        return {"num_reusable": (num_tokens - 1) // self._block_tokens, "prompt_tokens": num_tokens}
 
     def note_preemption(self, lost_tokens: int) -> None:
         """A running turn lost its blocks, with ``lost_tokens`` computed tokens in them."""
@@ -119,6 +132,8 @@ class TurnMeter:
         """A turn ends; its blocks stay cached, with its output in them."""
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._demand.lengths.observe(request.num_output_tokens)
+        elif request.num_computed_tokens == 0:
+            self._asked.forget(request.request_id)
         self._asked.end(request.request_id, time.monotonic())
         if self._scheduler.kv_cache_manager.enable_caching:
             self._reuse.end(request.request_id, self._hashes(request))

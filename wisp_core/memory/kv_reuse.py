@@ -101,13 +101,27 @@ class PrefixReuse:
     ) -> Saved:
         """A turn starts: ``block_hashes`` are its prompt's full blocks, first to last.
 
+        ``turn`` is its name, for `end`; the others are those of `saved`. Returns what reuse saves it, by distance.
+        """
+        saved = self.saved(block_hashes, num_reusable=num_reusable, prompt_tokens=prompt_tokens)
+        self.touch(block_hashes)
+        if block_hashes:
+            self._running[turn] = (block_hashes[-1], len(block_hashes))
+        return saved
+
+    def saved(
+        self,
+        block_hashes: Sequence[Hashable],
+        *,
+        num_reusable: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> Saved:
+        """What reuse would save a turn with these blocks, by distance, if it were admitted now.
+
         Args:
-            turn: Its name, for `end`.
+            block_hashes: Its prompt's full blocks, first to last.
             num_reusable: How many of them vLLM may take from its cache (it computes the last token anyhow).
             prompt_tokens: Length of the prompt; None: its full blocks.
-
-        Returns:
-            What reuse saves it, by distance.
         """
         saved = np.zeros((len(self.edges), 3))
         tokens = self._tokens_by_edge(block_hashes[:num_reusable])
@@ -116,9 +130,6 @@ class PrefixReuse:
             saved[: len(tokens), 1] = tokens
             to_compute = len(block_hashes) * self._block_tokens if prompt_tokens is None else prompt_tokens
             saved[: len(tokens), 2] = self._passes_by_edge(to_compute, tokens)
-        self.touch(block_hashes)
-        if block_hashes:
-            self._running[turn] = (block_hashes[-1], len(block_hashes))
         return saved
 
     def end(self, turn: Hashable, block_hashes: Sequence[Hashable]) -> None:

@@ -1,7 +1,8 @@
 """What turns ask for, per second: a turn counts in full as long as it is there, and fades once it has ended.
 
 Rates of admissions alone lose sight of turns that last longer than the window, which are the ones that matter most
-where the pool is too small; and a phase that begins is known from its first turns, not from their end.
+where the pool is too small; and a phase that begins is known from its first turns, those that still wait among them,
+not from their end.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ class TurnWindow:
         self._ended_s = 0.0
 
     def begin(self, turn: Hashable, amounts: Amounts, now_s: float) -> None:
-        """A turn was admitted; again, as after a preemption, it counts as it did."""
+        """A turn has come."""
         self._present.setdefault(turn, (now_s, amounts))
 
+    def revise(self, turn: Hashable, amounts: Amounts) -> None:
+        """More is known of a turn that is there, as once it is admitted; of any other nothing changes."""
+        if turn in self._present:
+            self._present[turn] = (self._present[turn][0], amounts)
+
+    def forget(self, turn: Hashable) -> None:
+        """It has gone without having been admitted, and asks for nothing."""
+        self._present.pop(turn, None)
+
     def end(self, turn: Hashable, now_s: float) -> None:
-        """It has ended, in whatever way; one that never began does not count."""
+        """It has ended; one that never began does not count."""
         began_s, amounts = self._present.pop(turn, (None, None))
         if began_s is None or amounts is None:
             return

@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wisp_core.contracts import Split
 from wisp_core.memory.kv_returns import Returns
@@ -131,6 +132,9 @@ class Replica:
     def arrive(self, job: Job, now_s: float) -> float | None:
         """A turn comes."""
         self.observe(now_s)
+        if self.stack is not None:
+            self.returns.begin((job.session,), now_s)
+            self.asked.begin(job.turn, self._amounts(job, self._saved(job)), now_s)
         self.waiting.append(job)
         self.waiting_blocks += job.blocks
         self.peak_demand_blocks = max(self.peak_demand_blocks, self.cache.running_blocks + self.waiting_blocks)
@@ -291,7 +295,7 @@ class Replica:
             job = self.waiting.popleft()
             self.waiting_blocks -= job.blocks
             if self.stack is not None:
-                self._note_reuse(job, now_s)
+                self._note_reuse(job)
             own = self.cache.admit(job.session, job.blocks)
             reusable = min(job.prefix_tokens, job.prompt_tokens - 1) // layout.block_tokens
             hit_tokens = min(own, reusable) * layout.block_tokens
@@ -305,10 +309,20 @@ class Replica:
     def _passes(self, tokens: int) -> int:
         return -(-tokens // self.model.pass_tokens)
 
-    def _note_reuse(self, job: Job, now_s: float) -> None:
-        """Count what the turn asks for, and what reuse could save it: each piece of its prefix at its own distance."""
+    def _note_reuse(self, job: Job) -> None:
+        """An admitted turn: its distances of reuse are final."""
         assert self.stack is not None
-        self.returns.begin((job.session,), now_s)
+        self.asked.revise(job.turn, self._amounts(job, self._saved(job)))
+        self.stack.touch(job.session, job.blocks)
+
+    def _amounts(self, job: Job, saved: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """What the turn asks for."""
+        amounts = (1, job.prompt_tokens, self._passes(job.prompt_tokens), job.output_tokens)
+        return np.concatenate((amounts, saved.reshape(-1)))
+
+    def _saved(self, job: Job) -> npt.NDArray[np.float64]:
+        """What reuse could save it, [edges, 3]: each piece of its prefix at its own distance."""
+        assert self.stack is not None
         block_tokens = self.model.layout.block_tokens
         saved = np.zeros((len(self.edges), 3))
         blocks = min(job.prefix_tokens, job.prompt_tokens - 1) // block_tokens
@@ -320,9 +334,7 @@ class Replica:
             for piece in range(1, _REUSE_PIECES + 1):
                 edge = min(bisect_left(self.edges, others + -(-blocks * piece // _REUSE_PIECES)), len(self.edges) - 1)
                 saved[edge] += (piece == _REUSE_PIECES, tokens / _REUSE_PIECES, passes / _REUSE_PIECES)
-        amounts = (1, job.prompt_tokens, self._passes(job.prompt_tokens), job.output_tokens)
-        self.asked.begin(job.turn, np.concatenate((amounts, saved.reshape(-1))), now_s)
-        self.stack.touch(job.session, job.blocks)
+        return saved
 
     def _held_since_before(self, others: int) -> int:
         """Blocks of running turns that began before what ``others`` blocks were used after."""
