@@ -142,7 +142,12 @@ class _Watch:
             "prefix_hit_tokens": after.since(before, "vllm:prefix_cache_hits_total"),
             "expert_bytes_copied": after.since(before, "wisp_replica_expert_copied_bytes_total"),
             "preemptions": after.since(before, "vllm:num_preemptions_total"),
+            "resizes_to_experts": self._sum_of_replicas("resizes_to_experts"),
+            "resizes_to_kv": self._sum_of_replicas("resizes_to_kv"),
         }
+
+    def _sum_of_replicas(self, figure: str) -> int:
+        return sum(row[figure] for row in self._found.rows if row["row"] == "replica")
 
     async def _replica_row(self, store: Any, one: ReplicaSnapshot) -> Row:
         outcomes: list[ResizeOutcome] = await store.list_outcomes(one.replica_id, _LOG_LENGTH)
