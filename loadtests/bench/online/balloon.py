@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtests.bench.online.config import MODEL, SERVED_NAME, OnlineConfig, service_config
+from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player, TurnFigures
 from loadtests.bench.online.figures import Row
 from loadtests.bench.online.run import client_of, with_policy
@@ -57,7 +57,7 @@ class BalloonConfig:
 
 def run_balloon(config: BalloonConfig, directory: Path, say: Callable[[str], None]) -> list[Row]:
     """A row for each plan that shrank the pool."""
-    write_tiny_model(directory / "model", MODEL)
+    write_tiny_model(directory / "model", config.online.model)
     of_service = service_config(config.online, directory)
     with checked_start(of_service), Service(of_service) as service:
         service.config = with_policy(service, config.online, None)
@@ -81,7 +81,7 @@ class _Bench:
                 tenant.tenant_id: await stack.enter_async_context(client_of(self._service, tenant, _OUTCOME_TIMEOUT_S))
                 for tenant in self._service.config.tenants
             }
-            self._player = Player(_traffic(config), clients, SERVED_NAME, MODEL, label=0)
+            self._player = Player(_traffic(config), clients, SERVED_NAME, config.online.model, label=0)
             self._started_s = time.monotonic()
             playing = asyncio.create_task(self._player.play())
             stack.callback(playing.cancel)
@@ -89,11 +89,11 @@ class _Bench:
             barriers = [Barrier.BALLOON] * config.balloon_rounds + [Barrier.DRAINED] * config.drained_rounds
             rows = [await self._round(store, barrier) for barrier in barriers]
             await asyncio.sleep(_longest_s(self._player.figures))  # those that ran at the last plan have ended
-        return [row | _turns_around(row, self._player.figures) for row in rows]
+        return [row | turns_around(row, self._player.figures) for row in rows]
 
     async def _round(self, store: Store, barrier: Barrier) -> Row:
         before = await _busiest(store)
-        target = _shrunk(before, self._config.shrink_fraction)
+        target = shrunk(before, self._config.shrink_fraction)
         written_s = time.monotonic() - self._started_s
         outcome, applied_s = await _carry_out(store, before, target, barrier)
         after = next(one for one in await store.list_snapshots() if one.replica_id == before.replica_id)
@@ -155,7 +155,7 @@ async def _busy(store: Store, sessions: int) -> None:
         await asyncio.sleep(0.2)
 
 
-def _shrunk(replica: ReplicaSnapshot, fraction: float) -> Split:
+def shrunk(replica: ReplicaSnapshot, fraction: float) -> Split:
     """The smallest cap beside which at most the rest of the blocks fits, with exactly that rest."""
     layout, kv_blocks = replica.layout, int((1 - fraction) * replica.split.kv_blocks)
     caps = range(replica.split.cap, layout.num_experts + 1)
@@ -171,7 +171,7 @@ def _traffic(config: BalloonConfig) -> Trace:
         phases=(phase,),
         num_turns=200 * config.sessions,
         max_context_tokens=config.online.max_context_tokens,
-        num_topics=MODEL.topics,
+        num_topics=config.online.model.topics,
     )
     return generate(workload, seed=config.seed)
 
@@ -180,7 +180,7 @@ def _longest_s(turns: list[TurnFigures]) -> float:
     return max((turn.duration_s for turn in turns), default=0.0)
 
 
-def _turns_around(row: Row, turns: list[TurnFigures]) -> Row:
+def turns_around(row: Row, turns: list[TurnFigures]) -> Row:
     """Of the turns that ran when the plan was written: how many, how many failed, and when the last one ended."""
     at_s = row["written_at_s"]
     running = [turn for turn in turns if turn.sent_at_s <= at_s < turn.sent_at_s + turn.duration_s]

@@ -16,6 +16,7 @@ from loadtests.bench.online.config import OnlineConfig
 from loadtests.bench.online.figures import Row, compare
 from loadtests.bench.runner import Measured
 from wisp_core.errors import ConfigurationError
+from wisp_core.model.tiny import TinyModelConfig
 
 _OF_ONE_WAY = ("policy", "caps")
 """Fields of the configuration in which files that are merged may differ."""
@@ -94,4 +95,4 @@ def _config(values: dict[str, Any]) -> OnlineConfig:
     if unknown := values.keys() - known:
         raise KeyError(", ".join(sorted(unknown)))
     fixed: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
-    return OnlineConfig(**fixed)
+    return OnlineConfig(**fixed | {"model": TinyModelConfig(**values["model"])})

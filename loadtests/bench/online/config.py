@@ -28,6 +28,7 @@ class OnlineConfig:
     """Workload, service and what is compared on it."""
 
     name: str = "online"
+    model: TinyModelConfig = MODEL
     workflow: str = "shifts"
     num_turns: int = 500
     seed: int = 0
@@ -36,7 +37,7 @@ class OnlineConfig:
     """Of the workflow's pauses, as turns of this model are shorter too."""
     mixed_share: float = 0.5
     """Of a prompt's words are of any topic, so that a pass over a long prompt needs nearly every expert."""
-    caps: tuple[int, ...] = (6, 10, 14, 18, 22, 28, 34)
+    caps: tuple[int, ...] = (8, 16, 24, 28, 30, 32)
     """Static splits, in expert slots per layer; KV gets the rest."""
     policy: str = "mv_wsa"
     num_replicas: int = 2

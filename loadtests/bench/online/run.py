@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from loadtests.bench.online.config import MODEL, SERVED_NAME, OnlineConfig, service_config
+from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
 from loadtests.bench.online.figures import Row, engine_figures, moves, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
@@ -48,7 +48,7 @@ def trace_of(config: OnlineConfig) -> Trace:
         num_turns=config.num_turns,
         max_context_tokens=config.max_context_tokens,
         time_scale=config.time_scale,
-        num_topics=MODEL.topics,
+        num_topics=config.model.topics,
     )
     return generate(workload, seed=config.seed)
 
@@ -67,7 +67,7 @@ def run_online(
     """
     # A run that is ended stops its service in order: Ray and Valkey would outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    write_tiny_model(directory / "model", MODEL)
+    write_tiny_model(directory / "model", config.model)
     trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
     with checked_start(of_service), Service(of_service) as service:
         ways: list[int | None] = [*config.caps] + [None] * (config.policy != "none")
@@ -126,7 +126,9 @@ class _Way:
             before = await self._settled(store)
             self._snapshots = list(before)  # a replay starts from their split
             since_s = time.time()
-            player = Player(self._trace, clients, SERVED_NAME, MODEL, self._label, self._config.mixed_share)
+            player = Player(
+                self._trace, clients, SERVED_NAME, self._config.model, self._label, self._config.mixed_share
+            )
             self._player = player
             sampling = asyncio.create_task(self._sample(store))
             stack.callback(sampling.cancel)
