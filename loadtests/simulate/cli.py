@@ -122,7 +122,7 @@ def replay_recordings(
     config = replay.ReplayConfig(
         fit=str(fit), judged=judged, pass_tokens=chunk_tokens, epoch_s=epoch_s, window_s=window_s
     )
-    columns = "recording policy cap turns measured_turn_s simulated_turn_s error measured_ttft_s simulated_ttft_s"
+    columns = "recording policy cap turns measured_turn_s simulated_turn_s off_by measured_ttft_s simulated_ttft_s"
     _save(config, replay.replays(config, Path()), replay.summarize, columns.split(), output)
 
 

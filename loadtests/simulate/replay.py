@@ -45,19 +45,24 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
             "policy": policy,
             "cap": split.cap,
             **asdict(figures),
-            "error": figures.error,
+            "off_by": figures.error,
         }
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the judged recordings, and whether the simulator orders all of them as the service does."""
+    """Errors of the judged recordings, and whether the simulator orders all of them as the service does.
+
+    ``swapped`` names the pairs that it orders otherwise, with the measured difference.
+    """
     judged = [row for row in rows if not row["is_fitted"]]
-    pairs = [
-        (one["measured_turn_s"] < other["measured_turn_s"]) == (one["simulated_turn_s"] < other["simulated_turn_s"])
+    swapped = [
+        f"{one['recording']}, {other['recording']}: {abs(one['measured_turn_s'] / other['measured_turn_s'] - 1):.1%}"
         for one, other in combinations(rows, 2)
+        if (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
     ]
     return {
-        "worst_error_pct": max(100 * abs(row["error"]) for row in judged),
-        "fitted_error_pct": max(100 * abs(row["error"]) for row in rows if row["is_fitted"]),
-        "is_order_same": all(pairs),
+        "worst_error_pct": max(100 * abs(row["off_by"]) for row in judged),
+        "fitted_error_pct": max(100 * abs(row["off_by"]) for row in rows if row["is_fitted"]),
+        "is_order_same": not swapped,
+        "swapped": swapped,
     }
