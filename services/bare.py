@@ -23,6 +23,7 @@ class Echo:
         yield {"status": 200, "headers": {}, "replica_id": "", "first": body}
 
 
+@serve.ingress()
 class BareIngress:
     """Passes a body on."""
 

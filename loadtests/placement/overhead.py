@@ -112,8 +112,12 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
     headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
     rows = await _ask_both(config, service.url, headers, "service")
     async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
-        rows.append(await _timed("serve", config.requests, lambda: client.post(f"{bare.ROUTE}/", json=_BODY)))
-        rows.append(await _timed("serve_http", config.requests, lambda: client.get("/healthz")))
+
+        async def ask(method: str, path: str) -> None:
+            (await client.request(method, path, json=_BODY)).raise_for_status()
+
+        rows.append(await _timed("serve", config.requests, lambda: ask("POST", f"{bare.ROUTE}/")))
+        rows.append(await _timed("serve_http", config.requests, lambda: ask("GET", "/healthz")))
     return rows
 
 
