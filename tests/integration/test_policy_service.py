@@ -118,7 +118,7 @@ async def test_the_split_follows_the_phases_through_valkey(valkey: ValkeyProcess
         up = await follow(store, "bursts", START, 0)
         assert up.split == Split(cap=13, kv_blocks=19), "all that κ_min leaves"
         down = await follow(store, "long", up.split, up.revision)
-        assert down.split == Split(cap=2, kv_blocks=63), "the prefixes fit, with room to grow"
+        assert down.split == Split(cap=3, kv_blocks=59), "the prefixes just fit"
         again = await follow(store, "bursts", down.split, down.revision)
         assert again.split == up.split
         assert [up.revision, down.revision, again.revision] == [1, 2, 3]

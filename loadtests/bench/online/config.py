@@ -37,7 +37,7 @@ class OnlineConfig:
     """Of the workflow's pauses, as turns of this model are shorter too."""
     mixed_share: float = 0.5
     """Of a prompt's words are of any topic, so that a pass over a long prompt needs nearly every expert."""
-    caps: tuple[int, ...] = (8, 16, 24, 28, 30, 32)
+    caps: tuple[int, ...] = (8, 24, 28, 30, 32)
     """Static splits, in expert slots per layer; KV gets the rest."""
     policy: str = "mv_wsa"
     num_replicas: int = 2
