@@ -12,6 +12,7 @@ from wisp_core.contracts import Signature
 from wisp_core.working_set.signature import (
     ExpertTally,
     expected_misses,
+    merge,
     most_used,
     overlap,
     pack,
@@ -88,3 +89,17 @@ def test_expected_misses_of_an_unknown_layer_is_zero() -> None:
 def test_overlap_is_one_for_the_same_mix_and_zero_for_disjoint_ones() -> None:
     a = np.array([[2.0, 2.0, 0.0, 0.0]])
     np.testing.assert_allclose(overlap(np.stack([a * 7, a[:, ::-1], a * 0]), a), [1.0, 0.0, 0.0])
+
+
+def test_merged_signatures_weigh_by_their_tokens_prefills_apart() -> None:
+    one = signature(np.array([[1.0, 0.0, 0.0]])).model_copy(
+        update={"decode_tokens": 30, "prefill_tokens": 10, "prefill_weights": pack(np.array([[0.0, 0.0, 1.0]]))}
+    )
+    other = signature(np.array([[0.0, 1.0, 0.0]])).model_copy(update={"decode_tokens": 10})
+    merged = merge("t/u", [one, other])
+    assert (merged.decode_tokens, merged.prefill_tokens) == (40, 10)
+    np.testing.assert_allclose(unpack(merged), [[1, 1 / 3, 0]], atol=0.01)
+    np.testing.assert_allclose(unpack(merged, is_prefill=True), [[0, 0, 1]], atol=0.01)
+    assert merge("t/u", [other]).prefill_weights == b""
+    with pytest.raises(ValueError, match="shapes"):
+        merge("t/u", [one, signature(np.ones((2, 3)))])
