@@ -9,6 +9,7 @@ and the next resize gives them back first.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -213,7 +214,8 @@ class Resizer:
         return scheduler, memory
 
     async def _reports(self) -> tuple[SchedulerReport, MemoryReport]:
-        return await self._control.scheduler_report(), await self._control.memory_report()
+        """Both of the same moment: asked at once, they are answered between the same two steps."""
+        return await asyncio.gather(self._control.scheduler_report(), self._control.memory_report())
 
     async def _refresh_split(self) -> None:
         """Read the split back; keeps the last known one when the engine does not tell."""
