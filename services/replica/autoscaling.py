@@ -96,8 +96,6 @@ def autoscaling_config(count: int, settings: AutoscalingSettings) -> dict[str, A
         "max_replicas": max(count, settings.max_count),
         "upscale_delay_s": settings.up_delay_s,
         "downscale_delay_s": settings.down_delay_s,
-        "metrics_interval_s": 1.0,
-        "look_back_period_s": 5.0,
         "policy": {
             "policy_function": f"{WorkingSetAutoscaling.__module__}:{WorkingSetAutoscaling.__name__}",
             "policy_kwargs": {"target_turns": settings.target_turns, "max_copy_share": settings.max_copy_share},
