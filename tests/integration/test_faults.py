@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import shutil
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from live_service import MODEL, LiveService, pause, resume
 
+from loadtests.service.upgrades import upgrade
 from wisp_core.model.tiny_tokenizer import topic_words
 
 NUM_SESSIONS = 6
@@ -276,3 +278,20 @@ async def test_no_policy_service(service: LiveService, how: str) -> None:
 
 def _splits(service: LiveService) -> dict[str, object]:
     return {one["snapshot"]["replica_id"]: one["snapshot"]["split"] for one in service.status()["replicas"]}
+
+
+async def test_an_upgrade_fails_no_turn_and_keeps_the_engines(service: LiveService) -> None:
+    engines = service.processes("VLLM::EngineCore")
+    (old,) = service.processes("ServeReplica:wisp-test:Ingress")
+    async with traffic(service) as running:
+        await running.wait_for(1, 0.0)
+        await asyncio.to_thread(upgrade, service, "upgrade", random.Random(0))
+        await running.wait_for(1, time.monotonic())
+        # The old ingress ends with its last stream.
+        deadline_s = time.monotonic() + 30
+        while old in (ingresses := service.processes("ServeReplica:wisp-test:Ingress")):
+            assert time.monotonic() < deadline_s, "the old ingress goes on"
+            await asyncio.sleep(0.2)
+    assert [turn.error for turn in running.turns if turn.error] == []
+    assert len(ingresses) == 1
+    assert service.processes("VLLM::EngineCore") == engines
