@@ -113,4 +113,9 @@ def observe(model: EngineModel, trace: Trace, split: Split, *, is_whole: bool = 
     epoch_s = whole_s / (_REPORTS + 0.001)  # the last report comes just before the end
     settings = SimulationSettings(epoch_s=epoch_s, window_s=whole_s if is_whole else epoch_s)
     simulate(trace, model, split=split, policy=watcher, settings=settings)
-    return tuple(one.model_copy(update={"kv": one.kv.model_copy(update={"floor_blocks": 0})}) for one in watcher.seen)
+    return tuple(
+        one.model_copy(
+            update={"kv": one.kv.model_copy(update={"floor_blocks": 0}), "window_s": settings.window_s},
+        )
+        for one in watcher.seen
+    )

@@ -28,8 +28,18 @@ class _Sample(NamedTuple):
     peak_blocks: int
 
 
+class _Rates(NamedTuple):
+    """Per second; what is a window old weighs 1/e, as an engine reports it."""
+
+    decode_steps: float
+    decode_tokens: float
+    passes: float
+    pass_tokens: float
+    busy_s: float
+
+
 class Observer:
-    """Turns a replica's totals into snapshots over a sliding window."""
+    """Turns a replica's totals into snapshots: rates decay as an engine's do, peaks and means are of a window."""
 
     def __init__(self, replica: Replica, replica_id: str, window_s: float, *, link: float = 1.0, curve: float = 1.0):
         """``link`` and ``curve`` are what the replica's report says, as a factor of what is true."""
@@ -38,6 +48,8 @@ class Observer:
         self._window_s = window_s
         self._link, self._curve = link, curve
         self._samples: deque[_Sample] = deque([_Sample(*[0] * len(_Sample._fields))])
+        self._sums = np.zeros(len(_Rates._fields))
+        self._span_s = 0.0
         self._mix: dict[tuple[int, int], float] = {}
         self._comebacks: dict[int, float] = {}
         self._demand_seconds: dict[int, float] = {}
@@ -50,6 +62,7 @@ class Observer:
         replica, model = self._replica, self._replica.model
         first, last = self._sample(now_s)
         span_s = max(now_s - first.at_s, 1e-9)
+        rates = self._rates(self._samples[-2], last)
         totals = replica.totals
         decode = PagerCounts(
             steps=round(totals.decode_steps),
@@ -78,19 +91,19 @@ class Observer:
             layout=model.layout,
             split=replica.split,
             budget_bytes=model.budget_bytes,
-            window_s=span_s,
+            window_s=self._span_s,
             decode=decode,
             prefill=prefill,
-            decode_steps_per_s=(last.decode_steps - first.decode_steps) / span_s,
-            decode_tokens_per_s=(last.decode_tokens - first.decode_tokens) / span_s,
-            prefill_steps_per_s=(last.passes - first.passes) / span_s,
-            prefill_tokens_per_s=(last.pass_tokens - first.pass_tokens) / span_s,
+            decode_steps_per_s=rates.decode_steps,
+            decode_tokens_per_s=rates.decode_tokens,
+            prefill_steps_per_s=rates.passes,
+            prefill_tokens_per_s=rates.pass_tokens,
             decode_misses_by_cap=self._decode_curve(last.at_s - self._samples[-2].at_s),
             prefill_misses_by_cap=tuple(self._curve * model.pass_misses(cap, pass_tokens) for cap in caps)
             if pass_tokens
             else (),
             decode_union_by_batch=self._union,
-            busy_s_per_s=(last.busy_s - first.busy_s) / span_s,
+            busy_s_per_s=rates.busy_s,
             fit=self._fit(),
             link_bytes_per_s=model.link_bytes_per_s / model.stretch * self._link,
             kv=self._demand(now_s, first, last, span_s),
@@ -116,10 +129,23 @@ class Observer:
             self._samples.popleft()
         return self._samples[0], last
 
+    def _rates(self, before: _Sample, last: _Sample) -> _Rates:
+        """With what happened between the two."""
+        since_s = last.at_s - before.at_s
+        keep = self._keep(since_s)
+        new = [getattr(last, name) - getattr(before, name) for name in _Rates._fields]
+        self._sums = keep * self._sums + new
+        self._span_s = keep * self._span_s + since_s
+        return _Rates(*(self._sums / max(self._span_s, 1e-9)).tolist())
+
+    def _keep(self, since_s: float) -> float:
+        """Weight of what is ``since_s`` old."""
+        return max(math.exp(-since_s / self._window_s), _LEAST_DECAY)
+
     def _decode_curve(self, since_s: float) -> tuple[float, ...]:
         """Mean of the curves of the mixes that ran, recent steps weighing more, comebacks spread over them."""
         replica = self._replica
-        decay = max(math.exp(-since_s / self._window_s), _LEAST_DECAY)  # as engines forget
+        decay = self._keep(since_s)
         self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > _LEAST_DECAY}
         for mix, steps in replica.mix.items():
             self._mix[mix] = self._mix.get(mix, 0.0) + steps
