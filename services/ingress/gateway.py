@@ -40,6 +40,8 @@ MAX_BUFFERED_BYTES = 4 << 20
 """Bytes of one answer that may wait for a slow client."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """Where the configuration leaves the context length to the model: what a turn without a limit reserves at most."""
+RECORD_DELAY_S = 0.01
+"""Time after a turn at which its use is written down."""
 TURN_HEADER = "x-turn-id"
 """The turn's id in the answer; Serve sets ``x-request-id`` itself."""
 
@@ -230,6 +232,8 @@ class Gateway:
         self._spawn(self._record(record))
 
     async def _record(self, turn: TurnRecord) -> None:
+        """Soon, not at once: the client's next turn may be on its way here."""
+        await asyncio.sleep(RECORD_DELAY_S)
         with contextlib.suppress(StoreUnavailableError):
             await self._store.record_turn(turn)
 
