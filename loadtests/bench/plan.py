@@ -34,6 +34,7 @@ from loadtests.shapes import SHAPES, Shape, read_shape, write_shape
 NamedJob = tuple[str, Job]
 
 _SEED = 1
+_SHARE_ASKED_FOR = 0.3  # of the card, which vLLM wants to find free at the start; nothing is sized by it here
 _MAX_TRACE_POSITIONS = 1024  # a longer session's routing starts over: a long prompt needs nearly every expert anyway
 
 
@@ -279,6 +280,8 @@ def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits
     engine_args = {**config.engine_args, **limits, **own.engine_args}
     # Equal KV on every side, no answers from a cache, and nobody profiles or takes a share of the device.
     engine_args |= {"kv_cache_memory_bytes": config.kv_bytes, "enable_prefix_caching": False}
+    if config.device == "cuda":
+        engine_args["gpu_memory_utilization"] = _SHARE_ASKED_FOR
     if mode is Mode.PAGED:
         engine_args["additional_config"] = {"wisp": {**engine_args["additional_config"]["wisp"], **config.wisp}}
     return EngineJob(

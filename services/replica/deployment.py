@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ray import serve
@@ -249,7 +249,15 @@ def build_replica(
     return deployment.options(version=version_of(*arguments), _internal=True).bind(*arguments)
 
 
+def _installed_version(package: str) -> str | None:
+    """None for a package that runs from its source tree without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def version_of(*arguments: dict[str, Any]) -> str:
     """Equal for replicas that need not be replaced by one another: same arguments, same code."""
-    packages = [version(name) for name in ("wisp", "ray")]
+    packages = [_installed_version(name) for name in ("wisp", "ray")]
     return hashlib.sha256(json.dumps([arguments, packages], sort_keys=True).encode()).hexdigest()[:16]
