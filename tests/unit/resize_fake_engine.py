@@ -79,6 +79,9 @@ class FakeEngine:
             kv=KvDemand(floor_blocks=self.floor_blocks),
         )
 
+    async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
+        return await self.scheduler_report(), await self.memory_report()
+
     async def memory_report(self) -> MemoryReport:
         return MemoryReport(
             cap=self.cap,

@@ -42,6 +42,10 @@ class EngineControl(Protocol):
         """Bytes and backed groups."""
         ...
 
+    async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
+        """The two above of one moment."""
+        ...
+
     async def pager_report(self) -> PagerReport:
         """Counters and curves."""
         ...

@@ -135,9 +135,7 @@ class WispEngine:
         """State, demand and rates now."""
         live = self._alive()
         # Asked at once, they are answered between the same two steps, which matters where a step takes a second.
-        scheduler, memory, pager = await asyncio.gather(
-            live.control.scheduler_report(), live.control.memory_report(), live.control.pager_report()
-        )
+        (scheduler, memory), pager = await asyncio.gather(live.control.pool_reports(), live.control.pager_report())
         snapshot = build_snapshot(
             replica_id=self._request.replica_id,
             incarnation=live.incarnation,

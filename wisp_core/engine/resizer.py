@@ -9,7 +9,6 @@ and the next resize gives them back first.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -214,8 +213,7 @@ class Resizer:
         return scheduler, memory
 
     async def _reports(self) -> tuple[SchedulerReport, MemoryReport]:
-        """Both of the same moment: asked at once, they are answered between the same two steps."""
-        return await asyncio.gather(self._control.scheduler_report(), self._control.memory_report())
+        return await self._control.pool_reports()
 
     async def _refresh_split(self) -> None:
         """Read the split back; keeps the last known one when the engine does not tell."""

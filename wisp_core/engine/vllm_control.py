@@ -56,6 +56,10 @@ class VllmControl(ABC):
         """See `EngineControl`."""
         return MemoryReport.model_validate(await self._worker("wisp_memory"))
 
+    async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
+        """See `EngineControl`."""
+        return await self.scheduler_report(), await self.memory_report()
+
     async def pager_report(self) -> PagerReport:
         """See `EngineControl`."""
         return PagerReport.model_validate(await self._worker("wisp_pager"))
@@ -115,6 +119,10 @@ class AsyncControl(VllmControl):
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+
+    async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
+        """See `EngineControl`. Asked at once, both are answered between the same two steps."""
+        return await asyncio.gather(self.scheduler_report(), self.memory_report())
 
     async def drain(self, timeout_s: float) -> None:
         """See `EngineControl`. Requests that wait in the queue go on waiting and are not what is waited for."""
