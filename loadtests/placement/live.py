@@ -54,7 +54,7 @@ class LiveConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
     workflow: str = "tool_bursts"
-    num_turns: int = 160
+    num_turns: int = 104
     agents_scale: float = 1.0
     """Of the workflow's 16 concurrent agents."""
     output_scale: float = 1.5
