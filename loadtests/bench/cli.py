@@ -164,7 +164,7 @@ def latency(
     cap: Caps = None,
     baselines: Modes = None,
     prompts: Annotated[str | None, typer.Option(help="Modes whose prompts are timed, such as resident,paged.")] = None,
-    only: Annotated[str | None, typer.Option(help="Modes to run; else all: such as resident,paged.")] = None,
+    only: Annotated[str | None, typer.Option(help="Modes to run, in this order, such as resident,paged.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory of both results files.")] = None,
     log_dir: Logs = None,
     host_memory_gb: HostMemory = None,
@@ -205,7 +205,7 @@ def latency(
     with tempfile.TemporaryDirectory() as scratch:
         jobs = plan.latency_jobs(decode_config, prefill_config, plan.find_model(engine.model, Path(scratch)))
         if only is not None:
-            jobs = [(name, job) for name, job in jobs if job.engine.mode in options.modes(only)]
+            jobs = [one for mode in options.modes(only) for one in jobs if one[1].engine.mode == mode]
         measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
     for config, summarize, columns in parts:
         mine = own(measured, config.name)

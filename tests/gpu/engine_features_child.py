@@ -41,6 +41,7 @@ ARGUMENTS: dict[str, Any] = {
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
     },
 }
+PLAIN = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}  # others may use the card too
 HOST_BYTES = 64 << 30
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     write_shape(Path(job["model"]), replace(QWEN3_30B_A3B, layers=4))
     wisp = job["wisp"]
     settings = None if wisp is None else WispSettings(activation_bytes=1 << 30, host_memory_bytes=HOST_BYTES, **wisp)
-    arguments = ARGUMENTS if wisp is not None else {**ARGUMENTS, "kv_cache_memory_bytes": 1 << 30}
+    arguments = ARGUMENTS if wisp is not None else {**ARGUMENTS, **PLAIN}
     started_s = time.perf_counter()
     engine = OfflineEngine(job["model"], arguments, settings)
     result: dict[str, Any] = {"start_s": time.perf_counter() - started_s, "answers": ask(engine.llm)}
