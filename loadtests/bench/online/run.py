@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import signal
 import time
@@ -76,8 +75,8 @@ def run_online(
             say(f"{name}: {len(trace)} turns of {trace.num_sessions} sessions")
             service.config = with_policy(service, config, cap)
             service.run_policy()
+            way = _Way(config, service, trace, label, cap)
             try:
-                way = _Way(config, service, trace, label, cap)
                 row = asyncio.run(way.run())
                 if record is not None:
                     write_recording(record / f"{name.replace(' ', '-')}.jsonl", way.recording())
@@ -86,6 +85,8 @@ def run_online(
             rows.append(row)
             on_rows(rows)
             say(f"  {_brief(row)}")
+            if way.is_interrupted:
+                break
     return rows
 
 
@@ -106,6 +107,7 @@ class _Way:
 
     def __init__(self, config: OnlineConfig, service: Service, trace: Trace, label: int, cap: int | None) -> None:
         self._config, self._service, self._trace, self._label, self._cap = config, service, trace, label, cap
+        self.is_interrupted = False
         self._timeline: list[Row] = []
         self._player: Player | None = None
         self._snapshots: list[ReplicaSnapshot] = []
@@ -132,9 +134,13 @@ class _Way:
             self._player = player
             sampling = asyncio.create_task(self._sample(store))
             stack.callback(sampling.cancel)
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(self._config.deadline_s):
                     await player.play()
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                self.is_interrupted = True  # what was played until then is a row like that of a run that was cut
             after = await store.list_snapshots()
             records = await store.list_turns(TURN_LOG_LENGTH)
             self._records = [one for one in records if one.at_s >= since_s and not one.is_failed]
