@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,9 +51,15 @@ def fairness(
     if "alone" not in chosen or not set(chosen) <= set(CONDITIONS):
         raise ConfigurationError(f"--conditions {conditions}: give alone and some of {', '.join(CONDITIONS[1:])}")
     config = FairnessConfig(turns=turns, conditions=chosen, b_weight=b_weight, max_condition_s=max_condition_s)
-    rows = asyncio.run(measure(config, runs, lambda rows: typer.echo(json.dumps(rows[-1]), err=True)))
+    path = output or result_path("fairness")
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        write_result(path, "fairness", asdict(config), rows, {})
+        typer.echo(json.dumps(rows[-1]), err=True)
+
+    rows = asyncio.run(measure(config, runs, keep))
     summary = summarize(rows)
-    write_result(output or result_path("fairness"), "fairness", asdict(config), rows, summary)
+    write_result(path, "fairness", asdict(config), rows, summary)
     typer.echo(json.dumps(summary))
     raise typer.Exit(int(not holds(summary)))
 
@@ -67,7 +73,7 @@ def faults(
     output: Output = None,
 ) -> None:
     """Kill parts of a service while turns run: lost turns, recovery times, and the answers' tokens."""
-    from loadtests.service.faults import ALL_KINDS, FaultsConfig, holds, measure, summarize
+    from loadtests.service.faults import ALL_KINDS, FaultsConfig, Rows, holds, measure, summarize
 
     path = output or result_path("faults")
     if merge:
@@ -77,7 +83,13 @@ def faults(
         if unknown := set(chosen) - set(ALL_KINDS):
             raise ConfigurationError(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(ALL_KINDS)}")
         config = FaultsConfig(rounds=rounds, kinds=chosen, max_run_s=max_run_s)
-        rows = measure(config, lambda text: typer.echo(text, err=True))
+
+        def keep(rows: Rows) -> None:
+            write_result(path, "faults", asdict(config), rows, summarize(rows))
+            shown = ("kind", "lost_turns", "recovery_s", "not_recovered")
+            typer.echo(json.dumps({key: rows[-1][key] for key in shown if key in rows[-1]}), err=True)
+
+        rows = measure(config, keep)
         summary = summarize(rows)
         write_result(path, "faults", asdict(config), rows, summary)
     typer.echo(json.dumps(summary))

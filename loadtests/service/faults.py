@@ -235,16 +235,21 @@ def service_config(directory: Path) -> dict[str, Any]:
     }
 
 
-def measure(config: FaultsConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every kind of fault ``rounds`` times, in a shuffled order, and one row with the answers' distances."""
+Rows = list[dict[str, Any]]
+
+
+def measure(config: FaultsConfig, on_rows: Callable[[Rows], None]) -> Rows:
+    """Rounds of every kind of fault, each in an order of its own, and one row with the answers' distances.
+
+    ``on_rows`` gets what is there after each fault.
+    """
     chooser = random.Random(0)
-    order = [kind for kind in config.kinds for _ in range(config.rounds)]
-    chooser.shuffle(order)
+    order = [kind for _ in range(config.rounds) for kind in chooser.sample(config.kinds, len(config.kinds))]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
         with RunningService(directory, service_config(directory)) as service:
-            rows, turns = asyncio.run(_inject_all(service, config, order, chooser, say))
+            rows, turns = asyncio.run(_inject_all(service, config, order, chooser, on_rows))
         rows.append(_rescored(turns, config, directory))
     return rows
 
@@ -266,23 +271,23 @@ async def _inject_all(
     config: FaultsConfig,
     order: list[str],
     chooser: random.Random,
-    say: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[TurnSeen]]:
-    rows: list[dict[str, Any]] = []
+    on_rows: Callable[[Rows], None],
+) -> tuple[Rows, list[TurnSeen]]:
+    rows: Rows = []
     until_s = time.monotonic() + config.max_run_s
     async with traffic(service, config) as running:
         await _until(lambda: running.good_since(0.0) >= config.sessions, RECOVERY_TIMEOUT_S)
-        for number, kind in enumerate(order):
+        for kind in order:
             if time.monotonic() > until_s:
                 break
             try:
                 row = await inject(service, running, kind, chooser)
             except RuntimeError as error:  # What was found so far is worth keeping, and this most of all.
-                rows.append({"kind": kind, "not_recovered": str(error)[-2000:]})
-                say(f"{number + 1}/{len(order)} {kind}: {error}")
-                break
+                row = {"kind": kind, "not_recovered": str(error)[-2000:]}
             rows.append(row)
-            say(f"{number + 1}/{len(order)} {kind}: lost {row['lost_turns']}, back in {row['recovery_s']:.1f} s")
+            on_rows(rows)
+            if "not_recovered" in row:
+                break
     return rows, running.turns
 
 
@@ -301,7 +306,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "next_good_turn_max_s": {k: max(r["next_good_turn_s"] for r in faults if r["kind"] == k) for k in kinds},
         "not_recovered": sum("not_recovered" in row for row in rows),
         "answers_rescored": sum(row["rescored"] for row in rescored),
-        "largest_gap": max(row["largest_gap"] for row in rescored),
+        "largest_gap": max((row["largest_gap"] for row in rescored), default=None),
         "answers_above_gap": sum(row["above_limit"] for row in rescored),
     }
 
