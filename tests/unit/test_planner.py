@@ -44,6 +44,12 @@ def h200_engine(shape: ModelShape = QWEN) -> EngineModel:
     return engine_model(shape, H200, choice, curves, layout=layout, pooled_bytes=pooled_bytes)
 
 
+def measured_ms(row: dict[str, Any]) -> float:
+    """Steps that miss nothing all cost the same, so there the median: a busy host delays some of them."""
+    ms: float = row["ms_per_step" if row["missed_bytes_per_step"] else "ms_per_step_median"]
+    return ms
+
+
 def measured_rows(mode: str) -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / "decode-h200.json").read_text())["rows"]
     return [row for row in rows if row["mode"] == mode]
@@ -53,7 +59,7 @@ def measured_rows(mode: str) -> list[dict[str, Any]]:
 def test_decode_is_predicted_within_a_tenth_of_what_an_h200_measured(row: dict[str, Any]) -> None:
     # Misses too are predicted, by replaying the same kind of routing: every session a topic of its own.
     step = h200_engine().decode_step(row["cap"], row["batch"], row["batch"])
-    assert step.seconds * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
+    assert step.seconds * 1e3 == pytest.approx(measured_ms(row), rel=0.10)
     # Where only some twenty experts miss in a step, their number differs from one run of 32 steps to the next.
     tolerance = 0.10 if row["missed_bytes_per_step"] > 3e8 else 0.30
     assert step.misses * QWEN.expert_bytes == pytest.approx(row["missed_bytes_per_step"], rel=tolerance, abs=1e8)
@@ -62,7 +68,7 @@ def test_decode_is_predicted_within_a_tenth_of_what_an_h200_measured(row: dict[s
 @pytest.mark.parametrize("row", measured_rows("resident"), ids=lambda row: f"batch {row['batch']}")
 def test_compute_is_predicted_where_nothing_is_paged(row: dict[str, Any]) -> None:
     step = h200_engine().decode_step(128, row["batch"], row["batch"])
-    assert step.seconds * 1e3 == pytest.approx(row["ms_per_step"], rel=0.10)
+    assert step.seconds * 1e3 == pytest.approx(measured_ms(row), rel=0.10)
 
 
 def measured_prefills() -> list[dict[str, Any]]:
