@@ -172,7 +172,6 @@ class WispWorkerMixin:
     def wisp_set_cap(self, cap: int) -> None:
         """Give every layer ``cap`` slots."""
         with self._wisp_timed():
-            self._wisp_synchronize()
             self._wisp_memory.set_cap(cap)
 
     def wisp_map_groups(self, groups: list[int]) -> None:
@@ -183,7 +182,6 @@ class WispWorkerMixin:
     def wisp_unmap_groups(self, groups: list[int]) -> None:
         """Return the pages of KV groups that are out of vLLM's pool."""
         with self._wisp_timed():
-            self._wisp_synchronize()
             self._wisp_memory.unmap_groups(groups)
 
     def wisp_memory(self) -> dict[str, Any]:
@@ -248,7 +246,8 @@ class WispWorkerMixin:
 
     @contextmanager
     def _wisp_timed(self) -> Iterator[None]:
-        """Count a command's time, in which the engine runs no step."""
+        """Count a command's time, in which the engine runs no step: from the end of the one in flight."""
+        self._wisp_synchronize()
         started_s = time.perf_counter()
         try:
             yield
@@ -287,5 +286,5 @@ class WispWorkerMixin:
         raise NotImplementedError
 
     def _wisp_synchronize(self) -> None:
-        """Wait until no step in flight can write a page that goes."""
+        """Wait until no step in flight can touch a page that moves."""
         raise NotImplementedError
