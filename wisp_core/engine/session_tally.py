@@ -39,7 +39,8 @@ class SessionTally:
         self._tally = ExpertTally(num_layers, num_experts, HALF_LIFE_TOKENS, max_keys)
         self._touched: set[str] = set()
         self._rows: StepRows | None = None
-        self._decode_rows: list[int] | None = None
+        self._has_begun = False
+        self._decode_rows: list[int] | slice | None = None
         self._prefill_rows: list[PrefillRows] = []
         self._kept = _KeptRows(*self._shape)
 
@@ -49,11 +50,11 @@ class SessionTally:
 
     def begin_step(self, rows: StepRows) -> None:
         """A step starts; who owns its rows is read when its first layer runs."""
-        self._rows, self._decode_rows = rows, None
+        self._rows, self._has_begun = rows, False
 
     def end_step(self) -> None:
         """The step is over; forwards outside a step (profiling) are not counted."""
-        self._rows, self._decode_rows = None, None
+        self._rows, self._has_begun = None, False
         if len(self._kept) >= FLUSH_ROWS:
             self._count_kept()
 
@@ -67,11 +68,11 @@ class SessionTally:
         """Count the rows of one layer; a step that prefills may have decode rows as well."""
         if self._rows is None:
             return
-        if self._decode_rows is None:
-            self._decode_rows = self._begin_rows(self._rows)
+        if not self._has_begun:
+            self._has_begun, self._decode_rows = True, self._begin_rows(self._rows)
         for found in self._prefill_rows:
             self._tally.add_prefill(found.session_key, layer_index, topk_ids[found.start : found.stop])
-        if self._decode_rows:
+        if self._decode_rows is not None:
             self._kept.add(layer_index, topk_ids[self._decode_rows], was_resident)
 
     def export_touched(self) -> list[Signature]:
@@ -81,15 +82,20 @@ class SessionTally:
         signatures = (self._tally.signature(key) for key in sorted(touched))
         return [signature for signature in signatures if signature is not None]
 
-    def _begin_rows(self, rows: StepRows) -> list[int]:
+    def _begin_rows(self, rows: StepRows) -> list[int] | slice | None:
+        """Note who owns the rows; returns which ones decode."""
         decode_rows = rows.decode_rows()
         self._prefill_rows = [found for found in rows.prefill_rows() if found.session_key]
         self._touched.update(found.session_key for found in self._prefill_rows)
-        if decode_rows:
-            self._kept.begin([found.session_key for found in decode_rows])
-        return [found.row for found in decode_rows]
+        if not decode_rows:
+            return None
+        self._kept.begin([found.session_key for found in decode_rows])
+        places = [found.row for found in decode_rows]
+        return slice(len(places)) if places[-1] == len(places) - 1 else places
 
     def _count_kept(self) -> None:
+        if not len(self._kept):
+            return
         for session_key, uses in self._kept.take().items():
             for key in prefixes(session_key):
                 self._tally.add_counts(key, uses.counts, uses.num_rows, uses.hits)
@@ -103,42 +109,50 @@ class _Uses(NamedTuple):
 
 
 class _KeptRows:
-    """Decode rows that are not counted yet."""
+    """Decode rows that are not counted yet. Kept in arrays that are there, so that a layer costs two copies."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._shape = (num_layers, num_experts)
         self._owners: list[str] = []  # of all rows
-        self._ids: list[list[npt.NDArray[np.integer]]] = [[] for _ in range(num_layers)]  # [rows of a step, top-k]
-        self._hits: list[list[npt.NDArray[np.bool_]]] = [[] for _ in range(num_layers)]
+        self._step_of: list[int] = []  # of all rows
+        self._start = 0  # first row of the step that runs
+        self._step = -1
+        self._ids = np.zeros((num_layers, 0, 0), dtype=np.int64)  # [L, rows, top-k]
+        self._was_resident = np.zeros((num_layers, FLUSH_ROWS, num_experts), dtype=np.bool_)  # [L, steps, E]
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def begin(self, owners: list[str]) -> None:
-        """A step with a row of each of these sessions."""
+        """A step with a row of each of these sessions; fewer steps than ``FLUSH_ROWS`` are kept."""
+        self._start, self._step = len(self._owners), self._step + 1
         self._owners += owners
+        self._step_of += [self._step] * len(owners)
 
     def add(self, layer_index: int, ids: npt.NDArray[np.integer], was_resident: npt.NDArray[np.bool_]) -> None:
-        """Its ids [rows, top-k] in one layer, of which nobody else holds the memory."""
-        self._ids[layer_index].append(ids)
-        self._hits[layer_index].append(was_resident[ids])
+        """The step's ids [rows, top-k] in one layer, and which experts [E] that layer had."""
+        if self._ids.shape[1] < len(self._owners):
+            self._grow(ids.shape[1])
+        self._ids[layer_index, self._start : len(self._owners)] = ids
+        self._was_resident[layer_index, self._step] = was_resident
 
     def take(self) -> dict[str, _Uses]:
         """Uses of each session, and begin anew."""
-        if not self._owners:
-            return {}
-        ids = np.stack([np.concatenate(of_layer) for of_layer in self._ids])  # [L, rows, top-k]
-        hits = np.stack([np.concatenate(of_layer) for of_layer in self._hits])
+        ids = self._ids[:, : len(self._owners)]
+        layers = np.arange(self._shape[0])[:, None, None]
+        hits = self._was_resident[layers, np.array(self._step_of, dtype=np.intp)[None, :, None], ids]
         places: dict[str, list[int]] = defaultdict(list)
         for place, owner in enumerate(self._owners):
             places[owner].append(place)
-        self._owners = []
-        for of_ids, of_hits in zip(self._ids, self._hits, strict=True):
-            of_ids.clear()
-            of_hits.clear()
+        self._owners, self._step_of, self._start, self._step = [], [], 0, -1
         return {
             owner: _Uses(self._counts(ids[:, own]), len(own), int(hits[:, own].sum())) for owner, own in places.items()
         }
+
+    def _grow(self, top_k: int) -> None:
+        kept = self._ids
+        self._ids = np.zeros((self._shape[0], len(self._owners) + FLUSH_ROWS, top_k), dtype=np.int64)
+        self._ids[:, : kept.shape[1], : kept.shape[2]] = kept
 
     def _counts(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         num_layers, num_experts = self._shape
