@@ -60,7 +60,10 @@ def measured_curves(snapshots: Sequence[ReplicaSnapshot]) -> ExpertCurves:
         steps = one.decode.steps - first[0]
         if steps <= 0 or not one.decode_misses_by_cap:
             continue
-        batch = max(1, round((one.decode.tokens - first[1]) / steps))
+        mean = (one.decode.tokens - first[1]) / steps
+        if one.decode_steps_per_s > 0 and one.decode_tokens_per_s > 0:
+            mean = one.decode_tokens_per_s / one.decode_steps_per_s  # looks back as far as the curve does
+        batch = max(1, round(mean))
         distinct = (one.decode.distinct - first[2]) / steps
         found.setdefault(batch, []).append((steps, np.array(one.decode_misses_by_cap), distinct))
     if not found:
