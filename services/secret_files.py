@@ -75,8 +75,8 @@ def _write_new(path: Path, secret: str) -> None:
 
 
 def _draft(path: Path, secret: str) -> Path:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # threads of one process write, too
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret + "\n")
     return draft
 

@@ -168,7 +168,10 @@ class Deployed:
         while time.monotonic() < until_s:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "services.policy.child" in process.cmdline() and process.pid != but_not:
+                    if "services.policy.child" not in process.cmdline() or process.pid == but_not:
+                        continue
+                    # Other tests' services have policies, too.
+                    if f":{SERVICE}:" in psutil.Process(process.ppid()).cmdline()[0]:
                         return process
             time.sleep(0.1)
         raise AssertionError("no policy process came up")
