@@ -25,6 +25,7 @@ from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
+from services.replica.code_version import code_version
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
 from services.service_file import remove_service_file, write_service_file
@@ -53,6 +54,7 @@ class Service:
         self.config, self._redis_password_file = _hide_redis_password(config)
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
+        self._code = code_version()
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
@@ -100,7 +102,9 @@ class Service:
         return answers
 
     def upgrade(self, config: ServiceConfig) -> None:
-        """Go on with ``config``, without failing a turn: parts are replaced one at a time, and drained before.
+        """Go on with ``config`` and the code that is installed now, without failing a turn.
+
+        Parts that differ are replaced one at a time, and drained before.
 
         Blocks until the new ones serve. Raises ConfigurationError: what cannot change is refused before anything does,
         and if the new parts do not start, the old ones are back.
@@ -111,9 +115,9 @@ class Service:
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         self._check_room(config)
         tenant_specs(config)
-        before = self.config, self._redis_password_file
+        before = self.config, self._redis_password_file, self._code
         try:
-            self._deploy(config, password_file)
+            self._deploy(config, password_file, code_version())
         except WispError:
             self._deploy(*before)
             raise
@@ -129,9 +133,9 @@ class Service:
                     f"at {found:g} when the service started: stop it and start it again"
                 )
 
-    def _deploy(self, config: ServiceConfig, redis_password_file: Path | None) -> None:
+    def _deploy(self, config: ServiceConfig, redis_password_file: Path | None, code: str) -> None:
         """Deploy both applications; Serve replaces what differs."""
-        self.config, self._redis_password_file = config, redis_password_file
+        self.config, self._redis_password_file, self._code = config, redis_password_file, code
         self._began_s = time.time()
         self.run_policy()
         self._run_application()
@@ -228,6 +232,7 @@ class Service:
             self._store_address,
             name=name,
             count=count or self.config.replica.count,
+            code=self._code,
             request_router_class=router_class,
             request_router_kwargs=router_kwargs,
         )
@@ -299,14 +304,14 @@ def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | N
 
 
 class WithoutShutdownNoise(io.TextIOBase):
-    """Standard output less one line: Ray always says of Serve's controller that its own end was a failure."""
+    """Standard output less Ray's lines on calls to Serve's controller that failed because it was told to end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Pass on everything else."""
-        return len(text) if "ServeController.graceful_shutdown" in text else self._stream.write(text)
+        return len(text) if "Task ServeController." in text and " failed" in text else self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream behind."""

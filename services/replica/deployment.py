@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ray import serve
@@ -197,6 +196,7 @@ def wisp_settings(replica: ReplicaSettings) -> WispSettings:
         drain_timeout_s=replica.drain_timeout_s,
         host_memory_bytes=replica.host_memory_bytes,
         host_store_dir=replica.host_store_dir,
+        kv_host_bytes=replica.kv_host_bytes,
         bypass_if_it_fits=replica.bypass_if_it_fits,
         declared_kv_tokens=replica.declared_kv_tokens,
         prefetch=replica.prefetch,
@@ -211,13 +211,14 @@ def build_replica(
     *,
     name: str,
     count: int,
+    code: str,
     request_router_class: str,
     request_router_kwargs: dict[str, Any],
 ) -> serve.Application:
-    """A deployment of ``count`` replicas, to be bound into the service's application.
+    """A deployment of ``count`` replicas that run ``code``, a ``code_version``, to be bound into the application.
 
-    Deployed again, replicas that run go on if nothing has changed but what is ``CHANGED_IN_PLACE``, routing, or what
-    does not concern them; otherwise Serve replaces them one at a time, each after its turns.
+    Deployed again with the same code, replicas that run go on if nothing has changed but what is ``CHANGED_IN_PLACE``,
+    routing, or what does not concern them; otherwise Serve replaces them one at a time, each after its turns.
     """
     arguments = (
         config.model.model_dump(mode="json"),
@@ -246,18 +247,9 @@ def build_replica(
         },
     )
     # Serve gives every deployment a version of its own, so that each `serve.run` would replace every replica.
-    return deployment.options(version=version_of(*arguments), _internal=True).bind(*arguments)
+    return deployment.options(version=version_of(code, *arguments), _internal=True).bind(*arguments)
 
 
-def _installed_version(package: str) -> str | None:
-    """None for a package that runs from its source tree without being installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def version_of(*arguments: dict[str, Any]) -> str:
-    """Equal for replicas that need not be replaced by one another: same arguments, same code."""
-    packages = [_installed_version(name) for name in ("wisp", "ray")]
-    return hashlib.sha256(json.dumps([arguments, packages], sort_keys=True).encode()).hexdigest()[:16]
+def version_of(code: str, *arguments: dict[str, Any]) -> str:
+    """Equal for replicas that need not be replaced by one another: same code, same arguments."""
+    return hashlib.sha256(json.dumps([code, arguments], sort_keys=True).encode()).hexdigest()[:16]

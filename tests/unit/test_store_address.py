@@ -96,6 +96,7 @@ def test_only_ray_s_false_alarm_is_kept_from_the_terminal(capsys: pytest.Capture
 
     stream = WithoutShutdownNoise(sys.stdout)
     stream.write("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries\n")
+    stream.write("(raylet) Task ServeController.listen_for_change failed. There are infinite retries\n")
     stream.write("(raylet) something else failed\n")
     stream.flush()
     assert capsys.readouterr().out == "(raylet) something else failed\n"

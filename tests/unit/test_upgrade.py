@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from ray import serve
 
 from services.app import Service, needed_cpus, ray_cpus, reason_in
 from services.config import ReplicaSettings, ServiceConfig
+from services.replica.code_version import digest_of, sources
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
 from services.store_address import StoreAddress
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
@@ -29,20 +32,21 @@ def config(tmp_path: Path, replica: dict[str, Any] | None = None, **sections: An
     )
 
 
-def deployed(config: ServiceConfig) -> serve.Deployment:
+def deployed(config: ServiceConfig, code: str = "0") -> serve.Deployment:
     replica = build_replica(
         config,
         StoreAddress(url="redis://localhost:1/0", service="s"),
         name="Replica",
         count=config.replica.count,
+        code=code,
         request_router_class="services.ingress.router.WispRouter",
         request_router_kwargs={},
     )
     return replica._bound_deployment
 
 
-def version_of(config: ServiceConfig) -> str | None:
-    version: str | None = deployed(config).version
+def version_of(config: ServiceConfig, code: str = "0") -> str | None:
+    version: str | None = deployed(config, code).version
     return version
 
 
@@ -74,6 +78,31 @@ def test_what_an_engine_is_told_takes_new_ones(tmp_path: Path, changed: dict[str
     assert version_of(config(tmp_path, **changed)) != version_of(config(tmp_path))
 
 
+def test_new_code_takes_new_engines(tmp_path: Path) -> None:
+    assert version_of(config(tmp_path), code="1") != version_of(config(tmp_path))
+
+
+def test_edited_added_and_renamed_source_is_new_code(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    seen = [digest_of(tmp_path.glob("*.py"))]
+    assert digest_of(tmp_path.glob("*.py")) == seen[0]
+    (tmp_path / "a.py").write_text("x = 2\n")
+    seen.append(digest_of(tmp_path.glob("*.py")))
+    (tmp_path / "b.py").write_text("")
+    seen.append(digest_of(tmp_path.glob("*.py")))
+    (tmp_path / "b.py").rename(tmp_path / "c.py")
+    seen.append(digest_of(tmp_path.glob("*.py")))
+    assert len(set(seen)) == len(seen)
+
+
+def test_replicas_import_nothing_else_of_wisp() -> None:
+    script = """import services.replica.deployment, sys
+print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("services", "policies") and m.__file__))"""
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert len(loaded) > 10
+    assert {Path(path) for path in loaded} <= set(sources())
+
+
 def test_no_replica_is_told_a_setting_that_changes_in_place(tmp_path: Path) -> None:
     _, replica, _ = deployed(config(tmp_path)).init_args
     assert replica["vram_budget_bytes"] == 1000
@@ -88,7 +117,7 @@ def test_replicas_that_ray_has_no_room_for_are_refused_before_anything_changes(
     service = Service(running)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(needed_cpus(running) + 1)})
     taken: list[ServiceConfig] = []
-    monkeypatch.setattr(Service, "_deploy", lambda _, config, password_file: taken.append(config))
+    monkeypatch.setattr(Service, "_deploy", lambda _, config, *more: taken.append(config))
     service.upgrade(config(tmp_path, replica={"count": 3}))
     with pytest.raises(ConfigurationError, match=r"replica\.count: 4 replicas need 4\.4 of Ray's CPUs"):
         service.upgrade(config(tmp_path, replica={"count": 4}))
@@ -105,18 +134,21 @@ def test_what_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> 
 
 
 def test_if_the_new_parts_do_not_start_the_old_ones_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, counts = Service(config(tmp_path)), list[int]()
+    codes = iter(["old", "new"])
+    monkeypatch.setattr("services.app.code_version", lambda: next(codes))
+    service, deployed = Service(config(tmp_path)), list[tuple[int, str]]()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
 
-    def deploy(_: Service, config: ServiceConfig, password_file: Path | None) -> None:
-        counts.append(config.replica.count)
+    def deploy(_: Service, config: ServiceConfig, password_file: Path | None, code: str) -> None:
+        deployed.append((config.replica.count, code))
         if config.replica.count == 3:
             raise EngineUnavailableError("not ready")
 
     monkeypatch.setattr(Service, "_deploy", deploy)
     with pytest.raises(EngineUnavailableError, match="not ready"):
         service.upgrade(config(tmp_path, replica={"count": 3}))
-    assert counts == [3, 2]
+    # With the old code's name: what Serve has not replaced yet stays.
+    assert deployed == [(3, "new"), (2, "old")]
 
 
 def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
