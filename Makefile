@@ -7,12 +7,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# How long `make soak` is.
-ROUNDS ?= 20
-STREAMS ?= 1000
-REQUESTS ?= 10000
-RUNS ?= 3
-TURNS ?= 200
+# How long `make soak` is; with SHORT=1 it shows within a quarter of an hour that all of it works.
+SHORT ?=
+ROUNDS ?= $(if $(SHORT),1,20)
+STREAMS ?= $(if $(SHORT),100,1000)
+HOLD_S ?= $(if $(SHORT),10,120)
+REQUESTS ?= $(if $(SHORT),500,10000)
+RUNS ?= $(if $(SHORT),1,3)
+TURNS ?= $(if $(SHORT),40,200)
+LOAD_S ?= $(if $(SHORT),20,120)
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
 .PHONY: help demo test check soak load bench clean
@@ -45,10 +48,10 @@ check: $(STAMP) ## format, lint, types, import rules, README's paths
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/pytest -q tests/unit/test_project.py
 
-soak: $(STAMP) ## faults, streams, broken requests, greedy tenants, Locust: two hours; shorter with ROUNDS=2 and so on
-	@failed=""; for run in "bench faults --rounds $(ROUNDS)" "bench streams --streams $(STREAMS)" \
+soak: $(STAMP) ## faults, streams, broken requests, greedy tenants, Locust: two hours; SHORT=1, ROUNDS=2 and so on
+	@failed=""; for run in "bench faults --rounds $(ROUNDS)" "bench streams --streams $(STREAMS) --hold-s $(HOLD_S)" \
 		"bench malformed --requests $(REQUESTS)" "bench fairness --runs $(RUNS) --turns $(TURNS)" \
-		"load --start --users 8 --run-time 120s"; do \
+		"load --start --users 8 --run-time $(LOAD_S)s"; do \
 		echo "==> wisp $$run"; $(BIN)/wisp $$run || failed="$$failed; wisp $$run"; \
 	done; if [ -n "$$failed" ]; then echo "==> failed$$failed"; exit 1; fi
 

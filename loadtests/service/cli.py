@@ -72,28 +72,33 @@ def faults(
     merge: Merge = None,
     output: Output = None,
 ) -> None:
-    """Kill parts of a service while turns run: lost turns, recovery times, and the answers' tokens."""
-    from loadtests.service.faults import ALL_KINDS, FaultsConfig, Rows, holds, measure, summarize
+    """Kill parts of a service while turns run: lost turns, recovery times, and the answers' tokens.
+
+    Written after each fault. Answers of a run that was cut are rescored when it is merged.
+    """
+    from loadtests.service import faults as bench
 
     path = output or result_path("faults")
     if merge:
-        summary = merge_results(path, merge, summarize)
+        for part in merge:
+            bench.rescore_cut_run(part)
+        summary = merge_results(path, merge, bench.summarize, is_machine_shared=False)
     else:
-        chosen = tuple(ALL_KINDS if kinds is None else kinds.split(","))
-        if unknown := set(chosen) - set(ALL_KINDS):
-            raise ConfigurationError(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(ALL_KINDS)}")
-        config = FaultsConfig(rounds=rounds, kinds=chosen, max_run_s=max_run_s)
+        chosen = tuple(bench.ALL_KINDS if kinds is None else kinds.split(","))
+        if unknown := set(chosen) - set(bench.ALL_KINDS):
+            raise ConfigurationError(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(bench.ALL_KINDS)}")
+        config = bench.FaultsConfig(rounds=rounds, kinds=chosen, max_run_s=max_run_s)
 
-        def keep(rows: Rows) -> None:
-            write_result(path, "faults", asdict(config), rows, summarize(rows))
+        def keep(rows: list[bench.Row]) -> None:
+            write_result(path, "faults", asdict(config), rows, bench.summarize(rows))
             shown = ("kind", "lost_turns", "recovery_s", "not_recovered")
             typer.echo(json.dumps({key: rows[-1][key] for key in shown if key in rows[-1]}), err=True)
 
-        rows = measure(config, keep)
-        summary = summarize(rows)
-        write_result(path, "faults", asdict(config), rows, summary)
+        findings = bench.Findings(keep, bench.answers_path(path))
+        bench.measure(config, findings)
+        summary = bench.summarize(findings.rows)
     typer.echo(json.dumps(summary))
-    raise typer.Exit(int(not holds(summary)))
+    raise typer.Exit(int(not bench.holds(summary)))
 
 
 @app.command()
@@ -121,11 +126,16 @@ def malformed(
     """Send broken and hostile requests; none may get a 5xx."""
     from loadtests.service.malformed import holds, measure, summarize
 
-    row = measure(requests)
-    summary = summarize(row)
-    write_result(output or result_path("malformed"), "malformed", {"requests": requests}, [row], summary)
-    typer.echo(json.dumps(summary))
-    raise typer.Exit(int(not holds(summary)))
+    path = output or result_path("malformed")
+
+    def keep(row: dict[str, Any]) -> None:
+        write_result(path, "malformed", {"requests": requests}, [row], summarize(row))
+        typer.echo(f"{row['requests']} requests: {row['statuses']}", err=True)
+
+    row = measure(requests, keep)
+    keep(row)
+    typer.echo(json.dumps(summarize(row)))
+    raise typer.Exit(int(not holds(summarize(row))))
 
 
 def main() -> None:

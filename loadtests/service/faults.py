@@ -11,20 +11,17 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, TurnSeen, traffic
 from loadtests.service.rescore import Answer, rescore
 from loadtests.service.results import quantile
 from loadtests.service.running import RunningService, free_port
 from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
-from wisp_core.model.tiny_tokenizer import topic_words
 
 MODEL = "tiny"
 KINDS = {
@@ -46,6 +43,8 @@ ENGINE_ARGS: dict[str, Any] = {
     "block_size": 32,
 }
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
@@ -55,112 +54,21 @@ class FaultsConfig:
     """Faults of each kind."""
     kinds: tuple[str, ...] = ALL_KINDS
     max_run_s: float = 36_000.0
-    """No fault begins later."""
-    sessions: int = 6
-    max_tokens: int = 40
-    rescored: int = 200
-    """Answers that the resident engine looks at, spread over the run."""
+    """No fault begins later than this after the service was ready."""
+    traffic: TrafficConfig = field(default_factory=lambda: TrafficConfig(model=MODEL))
+    rescored_per_fault: int = 10
+    """Answers of each fault that the resident engine looks at, spread over the time until all was back."""
 
 
-@dataclass
-class TurnSeen:
-    """One turn, as its client saw it."""
+async def inject(
+    service: RunningService, running: Traffic, kind: str, chooser: random.Random
+) -> tuple[Row, list[TurnSeen]]:
+    """Kill one process of ``kind``, or upgrade, and wait until everything is back: a row, and the turns of that time.
 
-    began_s: float
-    prompt: str
-    tokens: list[str] = field(default_factory=list)
-    error: str | None = None
-    attempts: int = 1
-
-    @property
-    def is_lost(self) -> bool:
-        """Failed, and nothing had come."""
-        return self.error is not None and not self.tokens
-
-
-class Traffic:
-    """Sessions that send one turn after the other."""
-
-    def __init__(self, service: RunningService, client: httpx.AsyncClient, config: FaultsConfig) -> None:
-        self.turns: list[TurnSeen] = []
-        self.may_resend = False
-        """Whether a turn that failed before its first token is sent once more."""
-        self.num_sessions = config.sessions
-        self._service = service
-        self._client = client
-        self._config = config
-
-    async def run(self, session: int) -> None:
-        """Send turns until cancelled."""
-        chooser = random.Random(session)
-        headers = {"authorization": f"Bearer {self._service.key('acme')}", "x-session-id": f"s{session}"}
-        while True:
-            seen = TurnSeen(time.monotonic(), " " + " ".join(chooser.choices(topic_words(session % 8), k=30)))
-            await self._send(seen, headers)
-            if seen.is_lost and self.may_resend:
-                await asyncio.sleep(0.5)
-                seen.error, seen.attempts = None, 2
-                await self._send(seen, headers)
-            self.turns.append(seen)
-            await asyncio.sleep(0.05)
-
-    async def _send(self, seen: TurnSeen, headers: dict[str, str]) -> None:
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": seen.prompt}],
-            "max_tokens": self._config.max_tokens,
-            "temperature": 0,
-            "logprobs": True,
-            "stream": True,
-        }
-        try:
-            async with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
-                if response.status_code != 200:
-                    seen.error = f"HTTP {response.status_code}: {(await response.aread())[:200]!r}"
-                    return
-                await _read_tokens(seen, response)
-        except httpx.HTTPError as error:
-            seen.error = type(error).__name__
-
-    def good_since(self, time_s: float) -> int:
-        """Turns that began later and were answered in full."""
-        return sum(turn.began_s >= time_s and turn.error is None for turn in self.turns)
-
-
-async def _read_tokens(seen: TurnSeen, response: httpx.Response) -> None:
-    is_done = False
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            is_done = True
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                seen.error = event["error"]["message"]
-                return
-            for choice in event["choices"]:
-                seen.tokens += [one["token"] for one in (choice.get("logprobs") or {}).get("content") or ()]
-    if not is_done:
-        seen.error = "the stream ended early"
-
-
-@asynccontextmanager
-async def traffic(service: RunningService, config: FaultsConfig) -> AsyncIterator[Traffic]:
-    """Sessions run while the context is open."""
-    async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-        running = Traffic(service, client, config)
-        tasks = [asyncio.create_task(running.run(session)) for session in range(config.sessions)]
-        try:
-            yield running
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def inject(service: RunningService, running: Traffic, kind: str, chooser: random.Random) -> dict[str, Any]:
-    """Kill one process of ``kind``, or upgrade, and wait until everything is back: a row."""
+    Raises RuntimeError when it does not come back.
+    """
     running.may_resend = kind == "ingress"
-    first = len(running.turns)
+    first, in_flight = len(running.turns), list(running.in_flight)
     began_s = time.monotonic()
     back = asyncio.create_task(asyncio.to_thread(upgrade if kind in UPGRADES else _kill, service, kind, chooser))
     await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
@@ -168,11 +76,13 @@ async def inject(service: RunningService, running: Traffic, kind: str, chooser: 
     await back
     recovery_s = time.monotonic() - began_s
     again_s = time.monotonic()
-    await _until(lambda: running.good_since(again_s) >= 2 * running.num_sessions, RECOVERY_TIMEOUT_S)
+    await _until(lambda: running.good_since(again_s) >= 2 * running.config.sessions, RECOVERY_TIMEOUT_S)
     turns = running.turns[first:]
-    return {
+    row = {
         "kind": kind,
         "turns": len(turns),
+        "in_flight": len(in_flight),
+        "in_flight_without_token": sum(not turn.tokens for turn in in_flight),
         "lost_turns": sum(turn.is_lost for turn in turns),
         "broken_streams": sum(turn.error is not None and bool(turn.tokens) for turn in turns),
         "sent_twice": sum(turn.attempts > 1 for turn in turns),
@@ -180,6 +90,7 @@ async def inject(service: RunningService, running: Traffic, kind: str, chooser: 
         "recovery_s": recovery_s,
         "errors": sorted({turn.error for turn in turns if turn.error is not None}),
     }
+    return row, turns
 
 
 def _kill(service: RunningService, kind: str, chooser: random.Random) -> None:
@@ -226,8 +137,8 @@ def service_config(directory: Path) -> dict[str, Any]:
         },
         "tenants": [
             {
-                "tenant_id": "acme",
-                "key_file": str(directory / "acme.key"),
+                "tenant_id": TENANT,
+                "key_file": str(directory / f"{TENANT}.key"),
                 "requests_per_minute": 1_000_000,
                 "tokens_per_minute": 1_000_000_000,
             }
@@ -235,63 +146,107 @@ def service_config(directory: Path) -> dict[str, Any]:
     }
 
 
-Rows = list[dict[str, Any]]
+def write_model(directory: Path) -> None:
+    """The model of the service and of the engine that rescores: always the same."""
+    write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
 
 
-def measure(config: FaultsConfig, on_rows: Callable[[Rows], None]) -> Rows:
-    """Rounds of every kind of fault, each in an order of its own, and one row with the answers' distances.
+class Findings:
+    """What a run has found: rows, and the answers to be rescored. Kept after each fault, so that a run may be cut."""
 
-    ``on_rows`` gets what is there after each fault.
-    """
+    def __init__(self, keep_rows: Callable[[list[Row]], None], answers_path: Path) -> None:
+        """``keep_rows`` writes the rows so far; the answers so far are in ``answers_path`` until they are rescored."""
+        self.rows: list[Row] = []
+        self.answers: list[Answer] = []
+        self._keep_rows = keep_rows
+        self._answers_path = answers_path
+
+    def add(self, row: Row, answers: list[Answer]) -> None:
+        """Add a fault."""
+        self.rows.append(row)
+        self.answers += answers
+        self._answers_path.write_text(json.dumps(self.answers))
+        self._keep_rows(self.rows)
+
+    def rescore(self) -> None:
+        """Add a row: how far the answers are from those of an engine with all experts."""
+        self.rows.append(_rescored(self.answers))
+        self._keep_rows(self.rows)
+        if "error" not in self.rows[-1]:
+            self._answers_path.unlink(missing_ok=True)
+
+
+def answers_path(result: Path) -> Path:
+    """Where the answers of the run of ``result`` wait for being rescored."""
+    return result.with_suffix(".answers.json")
+
+
+def rescore_cut_run(result: Path) -> None:
+    """Rescore the answers of a run that ended before it did that itself, and add the row to its file."""
+    waiting = answers_path(result)
+    if not waiting.exists():
+        return
+    content = json.loads(result.read_text())
+    rows = [row for row in content["rows"] if "rescored" not in row]
+    rows.append(_rescored(json.loads(waiting.read_text())))
+    result.write_text(json.dumps({**content, "rows": rows, "summary": summarize(rows)}, indent=1) + "\n")
+    if "error" not in rows[-1]:
+        waiting.unlink()
+
+
+def measure(config: FaultsConfig, findings: Findings) -> None:
+    """Rounds of every kind of fault, each in an order of its own, and one row with the answers' distances."""
     chooser = random.Random(0)
     order = [kind for _ in range(config.rounds) for kind in chooser.sample(config.kinds, len(config.kinds))]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
+        write_model(directory)
         with RunningService(directory, service_config(directory)) as service:
-            rows, turns = asyncio.run(_inject_all(service, config, order, chooser, on_rows))
-        rows.append(_rescored(turns, config, directory))
-    return rows
-
-
-def _rescored(turns: list[TurnSeen], config: FaultsConfig, directory: Path) -> dict[str, Any]:
-    """A row: how far answers of the whole run are from those of an engine with all experts."""
-    good = [turn for turn in turns if turn.error is None and turn.tokens]
-    picked = good[:: max(1, len(good) // config.rescored)][: config.rescored]
-    answers: list[Answer] = [{"prompt": turn.prompt, "tokens": turn.tokens} for turn in picked]
-    try:
-        gaps = rescore(str(directory / "model"), ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}, answers, directory)
-    except RuntimeError as error:  # The faults themselves are worth keeping.
-        return {"rescored": 0, "largest_gap": 0.0, "above_limit": 0, "error": str(error)[-2000:]}
-    return {"rescored": len(gaps), "largest_gap": max(gaps), "above_limit": sum(gap > MAX_GAP for gap in gaps)}
+            asyncio.run(_inject_all(service, config, order, chooser, findings))
+    findings.rescore()
 
 
 async def _inject_all(
-    service: RunningService,
-    config: FaultsConfig,
-    order: list[str],
-    chooser: random.Random,
-    on_rows: Callable[[Rows], None],
-) -> tuple[Rows, list[TurnSeen]]:
-    rows: Rows = []
+    service: RunningService, config: FaultsConfig, order: list[str], chooser: random.Random, findings: Findings
+) -> None:
     until_s = time.monotonic() + config.max_run_s
-    async with traffic(service, config) as running:
-        await _until(lambda: running.good_since(0.0) >= config.sessions, RECOVERY_TIMEOUT_S)
+    async with traffic(service, config.traffic) as running:
+        await _until(lambda: running.good_since(0.0) >= config.traffic.sessions, RECOVERY_TIMEOUT_S)
         for kind in order:
             if time.monotonic() > until_s:
                 break
             try:
-                row = await inject(service, running, kind, chooser)
+                row, turns = await inject(service, running, kind, chooser)
             except RuntimeError as error:  # What was found so far is worth keeping, and this most of all.
-                row = {"kind": kind, "not_recovered": str(error)[-2000:]}
-            rows.append(row)
-            on_rows(rows)
-            if "not_recovered" in row:
+                findings.add({"kind": kind, "not_recovered": str(error)[-2000:]}, [])
                 break
-    return rows, running.turns
+            findings.add(row, picked_answers(turns, config.rescored_per_fault))
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def picked_answers(turns: list[TurnSeen], count: int) -> list[Answer]:
+    """About ``count`` whole answers of ``turns``, at even distances."""
+    good = [turn for turn in turns if turn.error is None and turn.tokens]
+    picked = good[:: max(1, -(-len(good) // count))]
+    return [{"prompt": turn.prompt, "tokens": turn.tokens} for turn in picked]
+
+
+def _rescored(answers: list[Answer]) -> Row:
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        write_model(directory)
+        engine_args = ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}
+        try:
+            gaps = rescore(str(directory / "model"), engine_args, answers, directory)
+        except RuntimeError as error:  # The faults themselves are worth keeping.
+            return {"rescored": 0, "largest_gap": 0.0, "above_limit": 0, "error": str(error)[-2000:]}
+    return {
+        "rescored": len(gaps),
+        "largest_gap": max(gaps, default=0.0),
+        "above_limit": sum(gap > MAX_GAP for gap in gaps),
+    }
+
+
+def summarize(rows: list[Row]) -> Row:
     """Lost turns and recovery times by kind, and the answers."""
     faults = [row for row in rows if "recovery_s" in row]
     kinds = sorted({row["kind"] for row in faults})
@@ -299,6 +254,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "faults": {kind: sum(row["kind"] == kind for row in faults) for kind in kinds},
         "turns": sum(row["turns"] for row in faults),
+        "turns_in_flight": sum(row["in_flight"] for row in faults),
         "lost_turns": sum(row["lost_turns"] for row in faults),
         "broken_streams": sum(row["broken_streams"] for row in faults),
         "recovery_p50_s": {k: quantile([r["recovery_s"] for r in faults if r["kind"] == k], 0.5) for k in kinds},
@@ -311,7 +267,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def holds(summary: dict[str, Any]) -> bool:
+def holds(summary: Row) -> bool:
     """Whether no turn was lost, everything came back, and every answer is the model's."""
     return bool(
         summary["lost_turns"] == summary["not_recovered"] == summary["answers_above_gap"] == 0

@@ -11,7 +11,7 @@ import random
 import string
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from loadtests.service.streams import MODEL, MOST_GROWTH, StreamsConfig, service
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
+TENTHS = 10
 _OTHER_PATHS = ("/", "/v1/models", "/v1/models/%00", "/v1/embeddings", "/wisp/status", "/wisp/tenants", "/metrics/x")
 _METHODS = ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
 _ODD: tuple[Any, ...] = (
@@ -170,10 +171,10 @@ async def _send(host: str, port: int, request: RawRequest) -> str:
     return line.split()[1].decode() if line.startswith(b"HTTP/") else "closed"
 
 
-def measure(count: int) -> dict[str, Any]:
+def measure(count: int, on_row: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """``count`` requests to a service of its own, half of them schemathesis's, and its memory after each tenth: a row.
 
-    Needs the development packages.
+    ``on_row`` gets it after each tenth. Needs the development packages.
     """
     from loadtests.service import described
 
@@ -186,39 +187,54 @@ def measure(count: int) -> dict[str, Any]:
             key = service.key("acme")
             batch = [*described.requests(count // 2, host, key, MODEL), *requests(count - count // 2, host, key, MODEL)]
             random.Random(0).shuffle(batch)
-            row = _send_in_tenths(service, key, batch)
+            row = _send_in_tenths(service, key, batch, on_row)
             if (ready := service.readiness()[0]) != 200:
                 row["failures"].append(f"not ready afterwards: {ready}")
     return row
 
 
-def _send_in_tenths(service: RunningService, key: str, batch: list[RawRequest]) -> dict[str, Any]:
+def _send_in_tenths(
+    service: RunningService, key: str, batch: list[RawRequest], on_row: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     statuses: Counter[str] = Counter()
     failures: list[str] = []
-    resident_bytes = []
-    for tenth in range(10):
-        part = batch[len(batch) * tenth // 10 : len(batch) * (tenth + 1) // 10]
-        row = asyncio.run(send_all(service.url, key, part))
-        statuses.update(row["statuses"])
-        failures += row["failures"]
-        resident_bytes.append(service.resident_bytes())
-    return {
-        "requests": statuses.total(),
-        "statuses": dict(sorted(statuses.items())),
-        "failures": failures[:20],
-        "resident_bytes_after_each_tenth": resident_bytes,
-    }
+    by_part: list[dict[str, int]] = []
+    for tenth in range(TENTHS):
+        part = batch[len(batch) * tenth // TENTHS : len(batch) * (tenth + 1) // TENTHS]
+        sent = asyncio.run(send_all(service.url, key, part))
+        statuses.update(sent["statuses"])
+        failures += sent["failures"]
+        by_part.append(service.resident_bytes_by_part())
+        row = {
+            "requests": statuses.total(),
+            "statuses": dict(sorted(statuses.items())),
+            "failures": failures[:20],
+            "resident_bytes_after_each_tenth": [sum(one.values()) for one in by_part],
+            "resident_bytes_by_part": {
+                name: [one.get(name, 0) for one in by_part] for name in sorted(set().union(*by_part))
+            },
+        }
+        on_row(row)
+    return row
 
 
 def summarize(row: dict[str, Any]) -> dict[str, Any]:
-    """Failures, and how much memory grew after the first tenth and in the second half."""
+    """Failures, and how much memory grew after the first tenth and in the second half, if it came to that."""
     resident_bytes = row["resident_bytes_after_each_tenth"]
-    return {
+    summary = {
         "requests": row["requests"],
         "failures": len(row["failures"]),
         "resident_bytes": resident_bytes[-1],
         "growth_bytes": resident_bytes[-1] - resident_bytes[0],
-        "growth_bytes_second_half": resident_bytes[-1] - resident_bytes[4],
+    }
+    if len(resident_bytes) < TENTHS:
+        return summary
+    halfway = TENTHS // 2 - 1
+    return summary | {
+        "growth_bytes_second_half": resident_bytes[-1] - resident_bytes[halfway],
+        "growth_bytes_second_half_by_part": {
+            name: values[-1] - values[halfway] for name, values in row["resident_bytes_by_part"].items()
+        },
     }
 
 

@@ -56,29 +56,38 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def merge_results(
-    path: Path, parts: Sequence[Path], summarize: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    path: Path,
+    parts: Sequence[Path],
+    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    *,
+    is_machine_shared: bool = True,
 ) -> dict[str, Any]:
     """Write one file of what several runs of one benchmark have found; returns its summary.
 
-    Rows say which ``part`` they are of, configurations that differ and commands are listed by part. Raises
-    ConfigurationError for parts of different benchmarks, machines or versions.
+    Rows say which ``part`` they are of; commands, and configurations and machines that differ, are listed by part.
+    Raises ConfigurationError for parts of different benchmarks or versions, and of different machines where the figures
+    of one are compared with another's (``is_machine_shared``).
     """
     found = [json.loads(part.read_text()) for part in parts]
-    for key in ("benchmark", "hardware", "versions"):
+    for key in ("benchmark", "versions", *(["hardware"] if is_machine_shared else [])):
         if any(one[key] != found[0][key] for one in found):
             raise ConfigurationError(f"--merge: these files differ in their {key}, so they are no parts of one run")
-    configs = [one["config"] for one in found]
     rows = [{"part": number, **row} for number, one in enumerate(found, 1) for row in one["rows"]]
     summary = summarize(rows)
     content = {
         **found[0],
+        "hardware": _one_or_all([one["hardware"] for one in found]),
         "command": [one["command"] for one in found],
-        "config": configs[0] if all(one == configs[0] for one in configs) else configs,
+        "config": _one_or_all([one["config"] for one in found]),
         "rows": rows,
         "summary": summary,
     }
     _write(path, content)
     return summary
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else values
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +20,7 @@ import psutil
 import yaml
 
 START_TIMEOUT_S = 240.0
+_TITLES = [re.compile(text) for text in (r"ServeReplica:[^:]+:(\w+)", r"^ray::(\w+)", r"^(VLLM::\w+)")]
 
 
 class RunningService:
@@ -92,11 +96,15 @@ class RunningService:
 
     def resident_bytes(self) -> int:
         """Resident memory of every process of the service, shared pages counted once for each."""
-        total = 0
+        return sum(self.resident_bytes_by_part().values())
+
+    def resident_bytes_by_part(self) -> dict[str, int]:
+        """The same for each kind of process, the largest first."""
+        found: Counter[str] = Counter()
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                found[part_name(process.cmdline())] += process.memory_info().rss
+        return dict(found.most_common())
 
     def status(self, patience_s: float = 10.0) -> dict[str, Any]:
         """The operator's status page; asked again while the store does not answer. Raises HTTPStatusError."""
@@ -117,6 +125,16 @@ class RunningService:
         finally:
             self.process.kill()
             self._log.close()
+
+
+def part_name(command: Sequence[str]) -> str:
+    """What a process of a service is, by its command line; Ray's titles change with the method that runs."""
+    title = " ".join(command)
+    for pattern in _TITLES:
+        if found := pattern.search(title):
+            return found[1]
+    scripts = [word for word in command if word.endswith(".py")]
+    return Path([*scripts, *command, "?"][0]).name
 
 
 def free_port() -> int:

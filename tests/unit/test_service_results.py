@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from loadtests.service import fairness, faults
+from loadtests.service import fairness, faults, malformed
+from loadtests.service.fault_traffic import TurnSeen
 from loadtests.service.results import command_line, merge_results, write_result
+from loadtests.service.running import part_name
 from wisp_core.errors import ConfigurationError
 
 
@@ -50,7 +52,14 @@ def test_parts_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fault_that_was_not_recovered_from_is_counted() -> None:
-    good = {"turns": 9, "lost_turns": 1, "broken_streams": 2, "recovery_s": 3.0, "next_good_turn_s": 0.5}
+    good = {
+        "turns": 9,
+        "in_flight": 4,
+        "lost_turns": 1,
+        "broken_streams": 2,
+        "recovery_s": 3.0,
+        "next_good_turn_s": 0.5,
+    }
     scored = {"rescored": 10, "largest_gap": 0.01, "above_limit": 0}
     rows = [{"kind": "engine", **good}, {"kind": "valkey", "not_recovered": "no turn"}, scored]
     summary = faults.summarize(rows)
@@ -63,3 +72,76 @@ def test_a_fault_that_was_not_recovered_from_is_counted() -> None:
         0.04,
         {"engine": 9.0},
     )
+
+
+def test_a_run_that_was_cut_counts_once_its_answers_are_rescored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "faults-1.json"
+    findings = faults.Findings(lambda rows: write_rows(result, rows), faults.answers_path(result))
+    row = {"kind": "engine", "turns": 9, "in_flight": 4, "lost_turns": 0, "broken_streams": 0}
+    findings.add({**row, "recovery_s": 3.0, "next_good_turn_s": 0.5}, [{"prompt": "a", "tokens": ["b"]}])
+    findings.add({**row, "recovery_s": 5.0, "next_good_turn_s": 0.5}, [{"prompt": "c", "tokens": ["d"]}])
+    rescored: list[str] = []
+
+    def rescore(_: str, __: object, answers: list[faults.Answer], ___: Path) -> list[float]:
+        rescored.extend(answer["prompt"] for answer in answers)
+        return [0.0, 0.2]
+
+    monkeypatch.setattr(faults, "rescore", rescore)
+    for _ in range(2):
+        faults.rescore_cut_run(result)
+    assert rescored == ["a", "c"]
+    summary = merge_results(tmp_path / "all.json", [result, result], faults.summarize)
+    assert summary["faults"] == {"engine": 4}
+    assert (summary["answers_rescored"], summary["answers_above_gap"]) == (4, 2)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_result(path, "faults", {}, rows, faults.summarize(rows))
+
+
+def test_machines_may_differ_where_their_figures_are_not_compared(tmp_path: Path) -> None:
+    parts = [write(tmp_path / "a.json", []), write(tmp_path / "b.json", [])]
+    content = json.loads(parts[1].read_text())
+    parts[1].write_text(json.dumps({**content, "hardware": {"cpu": "another"}}))
+    with pytest.raises(ConfigurationError, match="differ in their hardware"):
+        merge_results(tmp_path / "all.json", parts, lambda rows: {})
+    merge_results(tmp_path / "all.json", parts, lambda rows: {}, is_machine_shared=False)
+    hardware = json.loads((tmp_path / "all.json").read_text())["hardware"]
+    assert hardware == [content["hardware"], {"cpu": "another"}]
+
+
+def test_answers_are_picked_over_the_whole_time() -> None:
+    turns = [TurnSeen(0.0, str(number), ["x"], error="broken" if number % 2 else None) for number in range(50)]
+    assert [answer["prompt"] for answer in faults.picked_answers(turns, 5)] == ["0", "10", "20", "30", "40"]
+    assert len(faults.picked_answers(turns[:6], 5)) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["ray::ServeReplica:streams:Ingress.handle_request_with_rejection"], "Ingress"),
+        (["ray::SERVE_REPLICA::streams#Replica#ab1:ServeReplica:streams:Replica.initialize"], "Replica"),
+        (["ray::ServeController.listen_for_change"], "ServeController"),
+        (["VLLM::EngineCore"], "VLLM::EngineCore"),
+        (["/v/ray/core/src/ray/gcs/gcs_server", "--log_dir=x"], "gcs_server"),
+        (["/v/bin/python", "-u", "/v/ray/_private/log_monitor.py", "--x"], "log_monitor.py"),
+        ([], "?"),
+    ],
+)
+def test_a_process_is_named_by_its_part_of_the_service(command: list[str], name: str) -> None:
+    assert part_name(command) == name
+
+
+def test_memory_of_broken_requests_is_told_before_all_are_sent() -> None:
+    row: dict[str, Any] = {"requests": 30, "failures": [], "resident_bytes_after_each_tenth": [100, 130, 140]}
+    row["resident_bytes_by_part"] = {"Ingress": [60, 90, 90], "Replica": [40, 40, 50]}
+    assert malformed.summarize(row)["growth_bytes"] == 40
+    assert "growth_bytes_second_half" not in malformed.summarize(row)
+    row["resident_bytes_after_each_tenth"] = [100] * 5 + [110] * 5
+    row["resident_bytes_by_part"] = {"Ingress": [60] * 5 + [70] * 5, "Replica": [40] * 10}
+    summary = malformed.summarize(row)
+    assert summary["growth_bytes_second_half"] == 10
+    assert summary["growth_bytes_second_half_by_part"] == {"Ingress": 10, "Replica": 0}
+    assert not malformed.holds(summary)
