@@ -116,7 +116,27 @@ class IdentityJob(_Job):
     seed: int
 
 
-Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob
+class OnlineJob(_Job):
+    """Play turns in a closed loop at each static split, or while a policy divides the budget."""
+
+    kind: str = "online"
+    engine: EngineJob
+    wisp: dict[str, object] = Field(description="Settings of the paged engine, with its budget.")
+    trace: TraceJob | None = Field(description="Routing, a session of it for each topic. None: the model's own router.")
+    workflow: str
+    num_turns: int
+    seed: int
+    max_context_tokens: int
+    time_scale: float
+    num_topics: int
+    ways: tuple[int | None, ...] = Field(description="Caps of static splits; None: the policy, from the first split.")
+    policy: str
+    epoch_s: float = Field(description="Seconds between two decisions.")
+    deadline_s: float = Field(description="A way is cut after so many seconds.")
+    vocab_size: int
+
+
+Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob | OnlineJob
 
 JOBS: dict[str, type[Job]] = {
     "decode": DecodeJob,
@@ -125,4 +145,5 @@ JOBS: dict[str, type[Job]] = {
     "resize": ResizeJob,
     "budget": BudgetJob,
     "identity": IdentityJob,
+    "online": OnlineJob,
 }

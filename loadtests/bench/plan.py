@@ -24,11 +24,13 @@ from loadtests.bench.job import (
     IdentityJob,
     Job,
     LatencyJob,
+    OnlineJob,
     PrefillJob,
     ResizeJob,
     TraceJob,
 )
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
+from loadtests.bench.online.in_process import InProcessConfig
 from loadtests.shapes import SHAPES, Shape, read_shape, write_shape
 
 NamedJob = tuple[str, Job]

@@ -13,8 +13,8 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from loadtests.bench.online.config import MODEL, SERVED_NAME
-from loadtests.bench.online.drive import Player, TurnFigures
-from loadtests.bench.online.figures import engine_figures, quantile, turn_figures
+from loadtests.bench.online.drive import Player
+from loadtests.bench.online.figures import TurnFigures, engine_figures, quantile, turn_figures
 from loadtests.service.running import free_port
 from loadtests.traces import Trace, generate, workflow
 from services.app import Service

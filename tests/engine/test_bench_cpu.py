@@ -88,6 +88,21 @@ def test_resizes_go_both_ways_with_equal_answers(tmp_path: Path) -> None:
     assert rows[2]["resizes_applied"] == 3
 
 
+def test_turns_are_played_while_a_policy_moves_the_split_and_a_way_may_be_cut(tmp_path: Path) -> None:
+    path = tmp_path / "online.json"
+    options = ["--in-process", "--turns", "5", "--caps", "5", "--deadline-s", "4"]
+    code, line, printed = bench("online", *options, "--output", str(path))
+    assert code == 0, printed
+    online, static = json.loads(path.read_text())["rows"]
+    assert (online["policy"], static["cap"]) == ("mv_wsa", 5)
+    assert online["resizes"] > 0
+    assert line["failed_turns"] == 0
+    for row in (online, static):
+        assert row["turns"] + row["cut_turns"] == 5
+        assert row["turns_per_s"] == pytest.approx(5 / row["makespan_s"])
+        assert row["is_ended"] or row["makespan_s"] >= 4
+
+
 def test_what_the_pager_does_not_offer_is_refused() -> None:
     code, _, printed = bench("prefetch")
     assert code == 2

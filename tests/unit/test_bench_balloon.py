@@ -6,7 +6,7 @@ import pytest
 from policy_snapshots import make_snapshot
 
 from loadtests.bench.online.balloon import BalloonConfig, shrunk, summarize, turns_around
-from loadtests.bench.online.drive import TurnFigures
+from loadtests.bench.online.figures import TurnFigures
 from wisp_core.allocation.solver import violations
 from wisp_core.contracts import Split
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.bench.online.command import merge
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
-from loadtests.bench.online.drive import TurnFigures
-from loadtests.bench.online.figures import compare, moves, quantile, resize_figures, turn_figures
+from loadtests.bench.online.figures import TurnFigures, compare, moves, quantile, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
+from loadtests.bench.online.results import merge
 from loadtests.bench.online.run import trace_of
 from loadtests.bench.report import command_line
 from wisp_core.contracts import Outcome, ResizeOutcome, Split, TurnRecord
@@ -27,7 +26,7 @@ def turn(phase: int, sent_at_s: float, duration_s: float, ttft_s: float | None =
 
 def test_throughput_is_turns_over_makespan_and_failures_do_not_count() -> None:
     turns = [turn(0, 1.0, 2.0), turn(0, 2.0, 4.0), turn(1, 6.0, 5.0, ttft_s=2.5), turn(1, 6.0, 1.0, None, error="lost")]
-    row = turn_figures(turns, ("bursts", "long"))
+    row = turn_figures(turns, ("bursts", "long"), num_planned=4)
     assert (row["turns"], row["failed_turns"], row["errors"]) == (4, 1, ["lost"])
     assert row["makespan_s"] == pytest.approx(10.0)
     assert row["turns_per_s"] == pytest.approx(0.3)
@@ -86,9 +85,16 @@ def test_a_way_that_was_cut_counts_with_the_bound_on_its_throughput() -> None:
     turns = [turn(0, 0.0, 5.0), turn(0, 0.0, 10.0)]
     row = turn_figures(turns, ("bursts", "long"), num_planned=5)
     assert (row["cut_turns"], row["turns_per_s"]) == (3, pytest.approx(0.5)), "as if the others had ended at once"
+    row = turn_figures(turns, ("bursts", "long"), num_planned=5, lasted_s=20.0)
+    assert (row["is_ended"], row["makespan_s"], row["turns_per_s"]) == (False, 20.0, pytest.approx(0.25))
+    nothing = turn_figures([], ("bursts",), num_planned=5, lasted_s=20.0)
+    assert (nothing["turns"], nothing["turns_per_s"], nothing["phases"]) == (0, pytest.approx(0.25), [])
+    assert turn_figures(turns, ("bursts",), num_planned=2, lasted_s=20.0)["makespan_s"] == 10.0, "a run that ended"
     assert [phase["name"] for phase in row["phases"]] == ["bursts"]
     cut = way(None, 9.0, 1.0) | {"cut_turns": 1}
     assert "over_best_static" not in compare([way(8, 1.0, 2.0), cut]), "an online way must have run to its end"
+    bound = way(8, 1.0, 2.0) | {"cut_turns": 4}
+    assert compare([bound, way(16, 0.5, 2.0)])["static_at_most"] == [8]
 
 
 def results_file(directory: Path, cap: int | None, **changes: object) -> Path:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from loadtests.bench import configs
-from loadtests.bench.job import BudgetJob, DecodeJob, IdentityJob, LatencyJob, PrefillJob, ResizeJob
+from loadtests.bench.job import BudgetJob, DecodeJob, IdentityJob, LatencyJob, OnlineJob, PrefillJob, ResizeJob
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
+from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.plan import (
     budget_jobs,
     decode_jobs,
     find_model,
     identity_jobs,
     latency_jobs,
+    online_jobs,
     prefill_jobs,
     resize_jobs,
 )
@@ -147,6 +149,23 @@ def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:
     assert isinstance(job, ResizeJob)
     assert job.wisp == {"vram_budget_bytes": 128 << 20, "bypass_if_it_fits": False}
     assert "kv_cache_memory_bytes" not in job.engine.engine_args
+
+
+def test_an_online_run_asks_the_policy_first_and_replays_every_context_of_the_30b_shape(tmp_path: Path) -> None:
+    config = in_process_h200()
+    ((_, job),) = online_jobs(config, find_model("qwen3-30b-a3b", tmp_path))
+    assert isinstance(job, OnlineJob)
+    assert job.ways == (None, *config.caps)
+    assert job.wisp["vram_budget_bytes"] == 24 * 10**9
+    assert job.trace is not None
+    assert (job.trace.layers, job.trace.sessions) == (48, config.num_topics)
+    sizes = job.engine.engine_args["compilation_config"]["cudagraph_capture_sizes"]  # type: ignore[index]
+    assert sizes == list(range(1, 9)), "a padded row would replay what belongs to no request"
+    none = dataclasses.replace(in_process_cpu(), policy="none")
+    ((_, job),) = online_jobs(none, find_model("tiny", tmp_path))
+    assert isinstance(job, OnlineJob)
+    assert (job.ways, job.trace) == (none.caps, None)
+    assert OnlineJob.model_validate(json.loads(job.model_dump_json())) == job
 
 
 def test_real_routing_has_no_trace(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from loadtests.bench.child.engine import build_replay
 from loadtests.bench.child.hardware import hardware, versions
 from loadtests.bench.child.identity import run_identity
 from loadtests.bench.child.latency import run_latency
+from loadtests.bench.child.online import run_online
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
-from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, PrefillJob
+from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, OnlineJob, PrefillJob
 
 _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
     "decode": run_decode,
@@ -34,6 +35,7 @@ _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
     "resize": run_resize,
     "budget": run_budget,
     "identity": run_identity,
+    "online": run_online,
 }
 
 
@@ -44,7 +46,7 @@ def main(answers: TextIO) -> None:
         request = json.loads(line)
         text = json.loads(Path(request["job"]).read_text())
         job = JOBS[text["kind"]].model_validate(text)
-        if isinstance(job, DecodeJob | PrefillJob | LatencyJob | BudgetJob):
+        if isinstance(job, DecodeJob | PrefillJob | LatencyJob | BudgetJob | OnlineJob):
             build_replay(job.trace)  # here, so that the processes share it
         # A process forked from one that uses CUDA cannot use it.
         assert not torch.cuda.is_initialized()

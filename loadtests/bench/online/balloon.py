@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
-from loadtests.bench.online.drive import Player, TurnFigures
-from loadtests.bench.online.figures import Row
+from loadtests.bench.online.drive import Player
+from loadtests.bench.online.figures import Row, TurnFigures
 from loadtests.bench.online.run import client_of, with_policy
 from loadtests.traces import Agent, Phase, Trace, Workload, generate
 from services.app import Service

@@ -9,8 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from loadtests.bench import options, report
-from loadtests.bench.runner import Measured
+from loadtests.bench import options, plan, report
+from loadtests.bench.configs import is_gpu_machine
+from loadtests.bench.online import results
+from loadtests.bench.online.config import OnlineConfig
+from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
+from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
 
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
@@ -31,38 +35,76 @@ _BALLOON_COLUMNS = (
 def online(
     policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
     caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
-    workflow: Annotated[str, typer.Option(help="One of loadtests.bench.online.workload.PHASES.")] = "shifts",
+    workflow: Annotated[str | None, typer.Option(help="One of loadtests.bench.online.workload.PHASES.")] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="Turns of the fixed set.")] = None,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     deadline_s: Annotated[float | None, typer.Option(min=1, help="Cut each way after so many seconds.")] = None,
+    in_process: Annotated[bool, typer.Option(help="The short form: one engine, no service; for a GPU.")] = False,
+    host_memory_gb: Annotated[
+        float | None, typer.Option(help="Short form: host memory that the pager may lock, 1e9 bytes.")
+    ] = None,
     merge: Annotated[list[Path] | None, typer.Option(help="Run nothing: rows of this results file; again.")] = None,
     record: Annotated[Path | None, typer.Option(help="Directory for recordings, for wisp simulate replay.")] = None,
     output: Output = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Short form: where the engine's log stays.")] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Where the model and the service's state go.")] = None,
 ) -> None:
     """Turns per second of a live service whose work has phases: divided online, and by every static split (CPU).
 
     Ways may run in processes of their own (--policy none --caps 16, and --caps none), and be merged afterwards.
     """
-    # Ray reads these when it is imported, and the service imports Ray.
-    prepare_driver()
-    from loadtests.bench.online import command
-    from loadtests.bench.online.config import OnlineConfig
-
-    config = OnlineConfig(policy=policy, workflow=workflow, seed=seed)
-    given: dict[str, Any] = {"num_turns": turns, "deadline_s": deadline_s}
+    changes: dict[str, Any] = {"workflow": workflow, "num_turns": turns, "deadline_s": deadline_s}
     if caps is not None:
-        given["caps"] = () if caps == "none" else options.integers(caps)
-    config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
-    path = (output or report.result_path(config.name, "cpu")).resolve()
+        changes["caps"] = () if caps == "none" else options.integers(caps)
+    given = {name: value for name, value in changes.items() if value is not None} | {"policy": policy, "seed": seed}
     if merge:
-        result = command.merge(merge, path)
+        result, path = _merged(merge, output)
+    elif in_process:
+        result, path = _in_process(given, host_memory_gb, output, log_dir)
     else:
-        result = command.measure(config, path, report.command_line(), record=record, work_dir=work_dir, say=_say)
+        result, path = _of_a_service(given, output, record, work_dir)
     report.print_table(f"{result.config.name}: {result.config.workflow}", result.measured.rows, _ONLINE_COLUMNS)
     typer.echo(report.last_line(result.config, path, result.measured, result.summary))
     if any("error" in row for row in result.measured.rows):
         raise typer.Exit(1)
+
+
+def _merged(files: list[Path], output: Path | None) -> tuple[results.Result, Path]:
+    path = (output or report.result_path("online", "merged")).resolve()
+    return results.merge(files, path), path
+
+
+def _of_a_service(
+    given: dict[str, Any], output: Path | None, record: Path | None, work_dir: Path | None
+) -> tuple[results.Result, Path]:
+    # Ray reads these when it is imported, and the service imports Ray.
+    prepare_driver()
+    from loadtests.bench.online import command
+
+    config = dataclasses.replace(OnlineConfig(), **given)
+    path = (output or report.result_path(config.name, "cpu")).resolve()
+    measured = command.measure(config, path, report.command_line(), record=record, work_dir=work_dir, say=_say)
+    return measured, path
+
+
+def _in_process(
+    given: dict[str, Any], host_memory_gb: float | None, output: Path | None, log_dir: Path | None
+) -> tuple[results.Result, Path]:
+    config = in_process_h200() if is_gpu_machine() else in_process_cpu()
+    config = dataclasses.replace(config, **given)
+    if host_memory_gb is not None:
+        wisp = config.engine.wisp | {"host_memory_bytes": int(host_memory_gb * 1e9)}
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, wisp=wisp))
+    path = (output or report.result_path(config.name, config.engine.device)).resolve()
+    command = report.command_line()
+
+    def save(measured: Measured) -> None:
+        results.save(results.result_of(config, measured), path, command)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = plan.online_jobs(config, plan.find_model(config.engine.model, Path(scratch)))
+        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir)
+    return results.result_of(config, measured), path
 
 
 def balloon(

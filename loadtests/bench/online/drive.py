@@ -11,24 +11,10 @@ from dataclasses import dataclass, field
 
 from openai import AsyncOpenAI, OpenAIError
 
+from loadtests.bench.online.figures import TurnFigures
 from loadtests.traces import Trace, TraceTurn
 from services.ingress.sessions import SESSION_HEADER
 from wisp_core.model.tiny import TinyModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnFigures:
-    """One turn as its client saw it; times in seconds, since the start of the run where they are moments."""
-
-    client: int
-    session: int
-    phase: int
-    sent_at_s: float
-    ttft_s: float | None
-    duration_s: float
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: str | None = None
 
 
 @dataclass

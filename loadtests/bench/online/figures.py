@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from loadtests.bench.online.drive import TurnFigures
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
 
 Row = dict[str, Any]
 
 
-def turn_figures(turns: Sequence[TurnFigures], phases: Sequence[str], *, num_planned: int | None = None) -> Row:
+@dataclass(frozen=True, kw_only=True)
+class TurnFigures:
+    """One turn as its client saw it; times in seconds, since the start of the run where they are moments."""
+
+    client: int
+    session: int
+    phase: int
+    sent_at_s: float
+    ttft_s: float | None
+    duration_s: float
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+
+def turn_figures(
+    turns: Sequence[TurnFigures], phases: Sequence[str], *, num_planned: int, lasted_s: float | None = None
+) -> Row:
     """Throughput, latencies and failures; the makespan is from the first send to the last end.
 
-    Where fewer than the ``num_planned`` turns have ended, the run was cut: its throughput is then what it would be
-    had the others ended at once, which it cannot exceed.
+    Where fewer than the ``num_planned`` turns have ended, the run was cut after ``lasted_s``: its throughput is then
+    what it would be had the others ended at that moment, which it cannot exceed; latencies are of those that ended.
     """
-    ends = [turn.sent_at_s + turn.duration_s for turn in turns]
-    makespan_s = max(ends) - min(turn.sent_at_s for turn in turns)
+    last_s = max((turn.sent_at_s + turn.duration_s for turn in turns), default=0.0)
+    makespan_s = last_s - min((turn.sent_at_s for turn in turns), default=0.0)
     good = [turn for turn in turns if turn.error is None]
-    num_cut = 0 if num_planned is None else num_planned - len(turns)
+    num_cut = num_planned - len(turns)
+    if num_cut and lasted_s is not None:
+        makespan_s = max(makespan_s, lasted_s)
     return {
+        "is_ended": not num_cut,
         "turns": len(turns),
         "cut_turns": num_cut,
         "failed_turns": len(turns) - len(good),
@@ -96,6 +116,7 @@ def compare(rows: Sequence[Row], policy: str = "mv_wsa") -> Row:
         "failed_turns": sum(row["failed_turns"] for row in good),
         "cut_turns": sum(row["cut_turns"] for row in good),
         "static": {str(row["cap"]): round(row["turns_per_s"], 4) for row in static},
+        "static_at_most": [row["cap"] for row in static if row["cut_turns"]],
         "online": {row["policy"]: round(row["turns_per_s"], 4) for row in good if row["cap"] is None},
     }
     online = next((row for row in good if row["policy"] == policy and not row["cut_turns"]), None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadtests.bench.online.drive import TurnFigures
+from loadtests.bench.online.figures import TurnFigures
 from wisp_core.contracts import ReplicaSnapshot, TurnRecord
 from wisp_core.simulator.recording import Recording
 from wisp_core.simulator.trace import Trace

@@ -17,14 +17,14 @@ from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_con
 from loadtests.bench.online.drive import Player
 from loadtests.bench.online.figures import Row, engine_figures, moves, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
-from loadtests.bench.online.workload import PHASES
-from loadtests.traces import Trace, Workload, generate
+from loadtests.bench.online.workload import fixed_turns
+from loadtests.traces import Trace
 from services.app import Service
 from services.config import DampingSettings, PolicySettings, TenantSettings
 from services.preflight import checked_start
 from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot, TurnRecord
-from wisp_core.errors import ConfigurationError, WispError
+from wisp_core.errors import WispError
 from wisp_core.model.tiny import write_tiny_model
 from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.store.interface import Store
@@ -39,17 +39,14 @@ _RECORD_SAMPLES = 6
 
 def trace_of(config: OnlineConfig) -> Trace:
     """The fixed set of turns."""
-    if config.workflow not in PHASES:
-        raise ConfigurationError(f"--workflow {config.workflow}: it is one of {', '.join(PHASES)}")
-    workload = Workload(
-        name=config.workflow,
-        phases=PHASES[config.workflow],
+    return fixed_turns(
+        config.workflow,
         num_turns=config.num_turns,
+        seed=config.seed,
         max_context_tokens=config.max_context_tokens,
         time_scale=config.time_scale,
         num_topics=config.model.topics,
     )
-    return generate(workload, seed=config.seed)
 
 
 def run_online(
@@ -134,6 +131,7 @@ class _Way:
             self._player = player
             sampling = asyncio.create_task(self._sample(store))
             stack.callback(sampling.cancel)
+            started_s = time.monotonic()
             try:
                 async with asyncio.timeout(self._config.deadline_s):
                     await player.play()
@@ -141,6 +139,7 @@ class _Way:
                 pass
             except asyncio.CancelledError:
                 self.is_interrupted = True  # what was played until then is a row like that of a run that was cut
+            lasted_s = time.monotonic() - started_s
             after = await store.list_snapshots()
             records = await store.list_turns(TURN_LOG_LENGTH)
             self._records = [one for one in records if one.at_s >= since_s and not one.is_failed]
@@ -153,7 +152,7 @@ class _Way:
         return {
             "policy": self._config.policy if self._cap is None else "static_split",
             "cap": self._cap,
-            **turn_figures(player.figures, self._trace.phases, num_planned=len(self._trace)),
+            **turn_figures(player.figures, self._trace.phases, num_planned=len(self._trace), lasted_s=lasted_s),
             **engine_figures(before, after),
             **resize_figures(outcomes),
             "splits": [asdict_split(one) for one in after],
