@@ -118,7 +118,7 @@ class IdentityConfig:
     caps: tuple[int, ...] = (8, 16, 32, 64, 128)
     splits: tuple[int, ...] = (32, 64, 12, 48)  # caps of the engine that is resized
     budget_bytes: int
-    prompt_tokens: tuple[int, ...] = (32, 100, 300, 700, 2000, 8000)
+    prompt_tokens: tuple[int, ...] = (32, 100, 150, 300, 500, 700, 2000, 8000)
     batches: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     sets: int = 3  # of prompts at each batch size
     answer_tokens: int = 16

@@ -249,11 +249,40 @@ def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
     return [*jobs, ("paged-resized", job(sized, config.splits, wisp))]
 
 
+def online_jobs(config: InProcessConfig, model: Model) -> list[NamedJob]:
+    """One engine that WiSP sizes, which plays the same turns in every way; the policy first, from a fresh engine."""
+    arguments = config.engine.engine_args
+    engine = _with_graphs(config.engine, tuple(range(1, arguments["max_num_seqs"] + 1)))
+    job = OnlineJob(
+        engine=_sized_engine_job(engine, model, {}),
+        wisp={
+            "vram_budget_bytes": config.vram_budget_bytes,
+            "bypass_if_it_fits": False,
+            "window_s": config.window_s,
+            **config.engine.wisp,
+        },
+        trace=_trace(config.engine, model.shape, config.num_topics, config.max_context_tokens),
+        workflow=config.workflow,
+        num_turns=config.num_turns,
+        seed=config.seed,
+        max_context_tokens=config.max_context_tokens,
+        time_scale=config.time_scale,
+        num_topics=config.num_topics,
+        ways=(*([None] if config.policy != "none" else []), *config.caps),
+        policy=config.policy,
+        epoch_s=config.epoch_s,
+        deadline_s=config.deadline_s,
+        vocab_size=model.shape.vocab_size,
+    )
+    return [("online", job)]
+
+
 def _prompt_lengths(config: IdentityConfig) -> tuple[tuple[int, ...], ...]:
-    """Mixed lengths at each batch size; the longest in one of each."""
+    """Each length alone, then mixed ones at each batch size, with the longest in one of each."""
     rng = random.Random(_SEED)
     *shorter, longest = sorted(config.prompt_tokens)
-    return tuple(
+    alone = tuple((length,) for length in config.prompt_tokens)
+    return alone + tuple(
         tuple(longest if index == at == 0 else rng.choice(shorter) for at in range(batch))
         for batch in config.batches
         for index in range(config.sets)
