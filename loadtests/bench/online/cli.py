@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loadtests.bench import options, plan, report
 from loadtests.bench.configs import is_gpu_machine
-from loadtests.bench.online import results
-from loadtests.bench.online.config import OnlineConfig
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
+
+if TYPE_CHECKING:
+    from loadtests.bench.online.results import Result
 
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
@@ -40,6 +41,8 @@ def online(
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     deadline_s: Annotated[float | None, typer.Option(min=1, help="Cut each way after so many seconds.")] = None,
     in_process: Annotated[bool, typer.Option(help="The short form: one engine, no service; for a GPU.")] = False,
+    model: Annotated[str | None, typer.Option(help="Short form: a shape's name, or a checkpoint's directory.")] = None,
+    vram_budget_gb: Annotated[float | None, typer.Option(help="Short form: budget of the engine, 1e9 bytes.")] = None,
     host_memory_gb: Annotated[
         float | None, typer.Option(help="Short form: host memory that the pager may lock, 1e9 bytes.")
     ] = None,
@@ -60,7 +63,9 @@ def online(
     if merge:
         result, path = _merged(merge, output)
     elif in_process:
-        result, path = _in_process(given, host_memory_gb, output, log_dir)
+        if vram_budget_gb is not None:
+            given["vram_budget_bytes"] = int(vram_budget_gb * 1e9)
+        result, path = _in_process(given, model, host_memory_gb, output, log_dir)
     else:
         result, path = _of_a_service(given, output, record, work_dir)
     report.print_table(f"{result.config.name}: {result.config.workflow}", result.measured.rows, _ONLINE_COLUMNS)
@@ -69,17 +74,20 @@ def online(
         raise typer.Exit(1)
 
 
-def _merged(files: list[Path], output: Path | None) -> tuple[results.Result, Path]:
+def _merged(files: list[Path], output: Path | None) -> tuple[Result, Path]:
+    from loadtests.bench.online import results
+
     path = (output or report.result_path("online", "merged")).resolve()
     return results.merge(files, path), path
 
 
 def _of_a_service(
     given: dict[str, Any], output: Path | None, record: Path | None, work_dir: Path | None
-) -> tuple[results.Result, Path]:
+) -> tuple[Result, Path]:
     # Ray reads these when it is imported, and the service imports Ray.
     prepare_driver()
     from loadtests.bench.online import command
+    from loadtests.bench.online.config import OnlineConfig
 
     config = dataclasses.replace(OnlineConfig(), **given)
     path = (output or report.result_path(config.name, "cpu")).resolve()
@@ -88,13 +96,18 @@ def _of_a_service(
 
 
 def _in_process(
-    given: dict[str, Any], host_memory_gb: float | None, output: Path | None, log_dir: Path | None
-) -> tuple[results.Result, Path]:
+    given: dict[str, Any],
+    model: str | None,
+    host_memory_gb: float | None,
+    output: Path | None,
+    log_dir: Path | None,
+) -> tuple[Result, Path]:
+    from loadtests.bench.online import results
+
     config = in_process_h200() if is_gpu_machine() else in_process_cpu()
-    config = dataclasses.replace(config, **given)
-    if host_memory_gb is not None:
-        wisp = config.engine.wisp | {"host_memory_bytes": int(host_memory_gb * 1e9)}
-        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, wisp=wisp))
+    wisp = {} if host_memory_gb is None else {"host_memory_bytes": int(host_memory_gb * 1e9)}
+    engine = dataclasses.replace(config.engine, model=model or config.engine.model, wisp=config.engine.wisp | wisp)
+    config = dataclasses.replace(config, engine=engine, **given)
     path = (output or report.result_path(config.name, config.engine.device)).resolve()
     command = report.command_line()
 
