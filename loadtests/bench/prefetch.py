@@ -16,7 +16,7 @@ from wisp_core.planner.model_shape import read_shape
 
 Row = dict[str, Any]
 
-_PAGE_BYTES = 2 << 20
+_PAGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

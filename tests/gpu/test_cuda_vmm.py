@@ -93,7 +93,7 @@ def test_a_captured_graph_stays_valid_while_pages_move(backing: CudaBacking) -> 
 
 
 def test_rows_that_straddle_pages_are_whole_once_backed(backing: CudaBacking) -> None:
-    """3 MiB rows on 2 MiB pages: a slot is no page."""
+    """3 MiB rows on larger pages: a slot is no page."""
     row_bytes, num_rows, cap = 3 << 20, 16, 5
     region = backing.reserve("w2", num_rows * row_bytes)
     slots = region.tensor()[: num_rows * row_bytes].view(torch.bfloat16).view(num_rows, -1)

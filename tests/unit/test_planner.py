@@ -102,7 +102,7 @@ def test_kv_capacity_is_what_a_gpu_engine_had_and_the_rest_is_not_underestimated
         max_num_batched_tokens=row.get("pass_tokens") or config["chunk_tokens"],
     )
     pooled_bytes = row["pooled_bytes"]
-    layout = memory_layout(QWEN, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
+    layout = memory_layout(QWEN, choice, pooled_bytes=pooled_bytes, page_bytes=row["page_bytes"])
     assert row["resizes"]
     for resize in row["resizes"]:
         left_bytes = pooled_bytes - layout.experts_bytes_by_cap[resize["cap"]]
@@ -193,7 +193,7 @@ def test_the_settings_are_a_service_s_and_hold_the_plan_s_numbers(tmp_path: Path
     replica = ServiceConfig.load(path).replica
     assert (replica.initial_cap, replica.other_bytes) == (plan.split.cap, plan.other_bytes)
     pooled_bytes = replica.vram_budget_bytes - plan.other_bytes
-    again = memory_layout(QWEN, plan.choice, pooled_bytes=pooled_bytes, page_bytes=2 << 20)
+    again = memory_layout(QWEN, plan.choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
     assert again.kv_blocks_within(pooled_bytes - again.experts_bytes_by_cap[plan.split.cap]) == plan.split.kv_blocks
     words = shlex.split(vllm_command(plan, "some/model", None, "auto"))
     assert json.loads(words[words.index("--additional-config") + 1]) == {"wisp": {"cap": plan.split.cap}}

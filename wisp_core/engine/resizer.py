@@ -20,7 +20,7 @@ from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_move, static_
 from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
 
 _STEP_BYTES = 512 << 20
-"""Moved by one command: some 20 ms on a GPU, which maps and unmaps 2 MiB in 65 us."""
+"""Moved by one command: some 20 ms on a GPU."""
 
 _FINAL = (Outcome.APPLIED, Outcome.FAILED)
 

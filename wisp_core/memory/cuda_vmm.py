@@ -1,8 +1,8 @@
 """CUDA backend of `Region`: address ranges of virtual memory whose physical pages come and go.
 
-A range is reserved once and keeps its address, so what a CUDA graph captured stays valid; pages of the driver's
-granularity (2 MiB) are mapped into it and unmapped. Pages that a region releases stay with the backing, inside its
-budget, and the next region that is backed gets them: moving memory between regions allocates nothing.
+A range is reserved once and keeps its address, so what a CUDA graph captured stays valid; pages of 4 MiB are mapped
+into it and unmapped. Pages that a region releases stay with the backing, inside its budget, and the next region that is
+backed gets them: moving memory between regions allocates nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from cuda.bindings import driver
 from wisp_core.memory.mappings import Mappings, PageRange
 from wisp_core.memory.region import ByteRange
 
-_LONGEST_FILLER_PAGES = 16
+PAGE_GRANULES = 2
+"""Page size in units of the driver's granularity (2 MiB). Moving a page takes the driver 65 to 85 us whatever its size,
+and each tensor of slots wastes half a page at its end. `wisp bench pager-overhead` measures 1, 2 and 4."""
+
+_LONGEST_FILLER_PAGES = 8
 """Length of the longest filler: one driver call maps so many page indices to it, and costs as much as for one."""
 
 
@@ -39,7 +43,7 @@ def _call(result: tuple[Any, ...]) -> Any:
 class _PagePool:
     """Physical pages of one device: free ones, and how many exist."""
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, page_granules: int) -> None:
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -48,7 +52,8 @@ class _PagePool:
         self.access.location = self._properties.location
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         granularity = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.page_bytes = int(_call(driver.cuMemGetAllocationGranularity(self._properties, granularity)))
+        granule_bytes = int(_call(driver.cuMemGetAllocationGranularity(self._properties, granularity)))
+        self.page_bytes = page_granules * granule_bytes
         self.num_pages = 0
         self.free: list[Any] = []
         self._fillers: Fillers = {}
@@ -116,7 +121,7 @@ class _AddressRange:
         self._pool = pool
         self._fillers = fillers
         self._filled = Mappings(_LONGEST_FILLER_PAGES)
-        self._address = int(_call(driver.cuMemAddressReserve(num_bytes, 0, 0, 0)))
+        self._address = int(_call(driver.cuMemAddressReserve(num_bytes, pool.page_bytes, 0, 0)))
         # Not at exit: the driver may be gone by then, and the process's end frees everything.
         finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, bool(fillers))
         finalizer.atexit = False
@@ -303,18 +308,21 @@ def _holes(start: int, stop: int, runs: list[PageRange]) -> Iterator[PageRange]:
 class CudaBacking:
     """Makes regions of one device that share their physical pages."""
 
-    def __init__(self, device: torch.device | str, *, has_filler: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str, *, has_filler: bool = False, page_granules: int = PAGE_GRANULES
+    ) -> None:
         """Use ``device``.
 
         Args:
             device: a CUDA device.
             has_filler: map a few shared pages at every address that is not backed, so that a stray access (a padded
                 row's, say) hits nothing; without it such an access faults.
+            page_granules: page size, see `PAGE_GRANULES`; a power of two.
         """
         self.device = torch.device(device)
         torch.zeros(1, device=self.device)  # the driver calls need the device's context
         index = self.device.index
-        self._pool = _PagePool(torch.cuda.current_device() if index is None else index)
+        self._pool = _PagePool(torch.cuda.current_device() if index is None else index, page_granules)
         self._fillers = self._pool.fillers() if has_filler else {}
         self.page_bytes = self._pool.page_bytes
 

@@ -34,8 +34,8 @@ from wisp_core.memory.populate import populate
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
-ALIGNMENT_BYTES = 2 << 20
-"""Where a tensor starts: a huge page of the host and a page of the device."""
+ALIGNMENT_BYTES = 4 << 20
+"""Where a tensor starts: huge pages of the host and a page of the device."""
 
 LAYOUT_VERSION = 2
 """Of the directory's content; part of every copy's version."""

@@ -29,7 +29,7 @@ class Card:
     """Page-locked copies from host memory."""
     link: str
     source: str
-    page_bytes: int = 2 << 20
+    page_bytes: int = 4 << 20
     link_error: float = 0.15
     """Doubt in the link's speed, as a fraction."""
 

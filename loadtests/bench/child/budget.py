@@ -152,6 +152,7 @@ def _sizes(plan: Plan, engine: OfflineEngine) -> Row:
         "kv_tokens": kv_blocks * layout.block_tokens,
         "planned_kv_tokens": plan.kv_tokens,
         "is_layout_as_planned": layout == plan.layout and kv_blocks == plan.split.kv_blocks,
+        "page_bytes": layout.page_bytes,
         "pass_tokens": tokens_of_pass,
         "planned_pass_tokens": plan.choice.max_num_batched_tokens,
         "pooled_bytes": snapshot.budget_bytes,

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from vllm.compilation.counter import compilation_counter
@@ -35,7 +36,7 @@ def run_resize(job: ResizeJob) -> Iterator[Row]:
     facts = {"mode": job.engine.mode, "link_bytes_per_s": link_bytes_per_s}
     captured = compilation_counter.num_cudagraph_captured
     try:
-        for row in (*_to_and_fro(engine, job), _under_traffic(engine, job)):
+        for row in chain(_to_and_fro(engine, job), _under_traffic(engine, job)):
             row["graphs_captured"] = captured
             row["graphs_captured_again"] = compilation_counter.num_cudagraph_captured - captured
             yield facts | row | {"peak_gpu_bytes": memory.peak_bytes()}
@@ -90,7 +91,7 @@ class _Traffic:
         self.engine.check_integrity()
 
 
-def _under_traffic(engine: OfflineEngine, job: ResizeJob) -> Row:
+def _under_traffic(engine: OfflineEngine, job: ResizeJob) -> Iterator[Row]:
     """Every round asks the same, each with a cache of its own, so that all answers must equal the first."""
     expected = _ask(engine, job, "calm", _TRAFFIC_TOKENS, salt="calm").output_hash(_TRAFFIC_TOKENS)
     traffic = _Traffic(engine, random.Random(job.seed), feasible_caps(engine), job.resizes_under_traffic)
@@ -103,7 +104,7 @@ def _under_traffic(engine: OfflineEngine, job: ResizeJob) -> Row:
     applied = [outcome for outcome in traffic.outcomes if outcome.outcome.value == "applied"]
     moves = [outcome for outcome in applied if outcome.bytes_moved]
     pauses_ms = [outcome.pause_ms for outcome in moves]
-    return {
+    yield {
         "direction": "any, under traffic",
         "outcome": "applied" if len(applied) == traffic.wanted else "some not applied",
         "resizes": len(traffic.outcomes),

@@ -277,31 +277,38 @@ def measure_steps(shape: Shape, experts: list[torch.Tensor], link_bytes_per_s: f
 
 
 def measure_resize(shape: Shape) -> list[Row]:
-    """Wall time of moving 256 pages between two regions, and device time of planning a cap change."""
+    """Wall time of moving 512 MiB between two regions, by page size, and device time of planning a cap change."""
     rows: list[Row] = []
-    for has_filler in (False, True):
-        backing = CudaBacking(DEVICE, has_filler=has_filler)
-        pages = 256 * backing.page_bytes
-        start_s = time.perf_counter()
-        regions = [backing.reserve(name, 8 << 30) for name in ("experts", "kv")]
-        reserve_s = (time.perf_counter() - start_s) / 2
-        regions[0].back([(0, pages)])
-        for turn in range(6):
-            giver, taker = regions[turn % 2], regions[(turn + 1) % 2]
-            start_s = time.perf_counter()
-            giver.release([(0, pages)])
-            released_s = time.perf_counter()
-            taker.back([(0, pages)])
-            stop_s = time.perf_counter()
-            row = {"measure": "move pages", "pages": 256, "has_filler": has_filler, "reserve_8_gib_ms": reserve_s * 1e3}
-            row |= {"release_ms": (released_s - start_s) * 1e3, "back_ms": (stop_s - released_s) * 1e3}
-            rows.append(row)
-        del regions, giver, taker
-        backing.trim()
+    for page_granules in (1, 2, 4):
+        for has_filler in (False, True):
+            rows += _move_rows(CudaBacking(DEVICE, has_filler=has_filler, page_granules=page_granules), has_filler)
     state = DeviceState(shape.num_layers, shape.num_experts, 64, DEVICE)
     rows.append(
         {"measure": "plan of a cap change, all layers", **spread_us(event_times_s(lambda: set_cap(state, 32), 10))}
     )
+    return rows
+
+
+def _move_rows(backing: CudaBacking, has_filler: bool) -> list[Row]:
+    """There and back, three times."""
+    rows: list[Row] = []
+    num_bytes = 512 << 20
+    start_s = time.perf_counter()
+    regions = [backing.reserve(name, 8 << 30) for name in ("experts", "kv")]
+    reserve_s = (time.perf_counter() - start_s) / 2
+    regions[0].back([(0, num_bytes)])
+    for turn in range(6):
+        giver, taker = regions[turn % 2], regions[(turn + 1) % 2]
+        start_s = time.perf_counter()
+        giver.release([(0, num_bytes)])
+        released_s = time.perf_counter()
+        taker.back([(0, num_bytes)])
+        stop_s = time.perf_counter()
+        row = {"measure": "move pages", "page_bytes": backing.page_bytes, "pages": num_bytes // backing.page_bytes}
+        row |= {"has_filler": has_filler, "reserve_8_gib_ms": reserve_s * 1e3}
+        rows.append(row | {"release_ms": (released_s - start_s) * 1e3, "back_ms": (stop_s - released_s) * 1e3})
+    del regions, giver, taker
+    backing.trim()
     return rows
 
 
@@ -312,7 +319,10 @@ def summarize(rows: list[Row], link_bytes_per_s: float) -> Row:
     plans = {
         (row["num_experts"], row["batch"]): row for row in rows if row["measure"] == "plan" and row["num_warps"] == 4
     }
-    moves = [r["release_ms"] + r["back_ms"] for r in rows if r["measure"] == "move pages" and not r["has_filler"]]
+    moves: dict[int, list[float]] = {}
+    for row in rows:
+        if row["measure"] == "move pages" and not row["has_filler"]:
+            moves.setdefault(row["page_bytes"], []).append(row["release_ms"] + row["back_ms"])
     return {
         "link_gb_per_s": link_bytes_per_s / 1e9,
         "best_gather_gb_per_s": best["bytes_per_s"] / 1e9,
@@ -320,7 +330,7 @@ def summarize(rows: list[Row], link_bytes_per_s: float) -> Row:
         "stretch_by_batch_and_cap": [
             (row["batch"], row["cap"], row["stretch"]) for row in rows if row["measure"] == "paging step"
         ],
-        "median_move_256_pages_ms": statistics.median(moves),
+        "median_move_512_mib_ms_by_page_bytes": {size: statistics.median(ms) for size, ms in moves.items()},
     }
 
 
