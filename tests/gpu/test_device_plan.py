@@ -200,6 +200,47 @@ def test_blocks_hold_each_routed_row_once_beside_its_expert(
     assert bool(num_elsewhere) == (rows - num_padding > 1), "more experts than slots are needed"
 
 
+@pytest.mark.parametrize(("rows", "has_blocks"), [(1, False), (3, True), (4, True)])
+@pytest.mark.parametrize("num_padding", [0, 1])
+def test_a_marking_plan_gives_the_same_where_nothing_is_missing(rows: int, has_blocks: bool, num_padding: int) -> None:
+    """Then the slots are stored before the plan is made."""
+    rng = np.random.default_rng([rows, num_padding])
+    pair = Pair(num_experts=128, cap=64)
+    num_valid, pool = rows - num_padding, rng.permutation(128)[:60]
+    pair.state.num_valid_rows.fill_(num_valid)
+    num_steps_that_miss = 0
+    for _ in range(40):
+        ids = pool[random_rows(rng, rows, len(pool), 8)]
+        ids[num_valid:] = rng.integers(-(2**31), 2**31, (num_padding, 8))
+        topk_ids = torch.from_numpy(ids).to(DEVICE, torch.int32)
+        blocks = Blocks.empty(topk_ids, 16, HostRows(200, 200)) if has_blocks else None
+        slot_ids = torch.full_like(topk_ids, 12345)
+        pair.layer.ready.zero_()
+        plan_step(pair.layer, topk_ids, slot_ids, pair.state.num_valid_rows, blocks=blocks, is_marking=True)
+        expected = pair.table.plan(ids, num_valid)
+        num_steps_that_miss += bool(expected.misses)
+        assert int(pair.layer.ready[0]) == READY
+        assert slot_ids.tolist() == expected.slot_ids.tolist()
+        assert pair.layer.read_list() == expected.misses
+        assert_equal(pair.layer, pair.table)
+        if blocks is not None:
+            slots_of_rows = rows_in_blocks(blocks, ids.size)
+            assert slots_of_rows == dict(enumerate(slot_ids[:num_valid].reshape(-1).tolist()))
+    assert num_valid == 0 or 0 < num_steps_that_miss < 40
+
+
+def rows_in_blocks(blocks: Blocks, num_ids: int) -> dict[int, int]:
+    """By routed id that is in a block: the row of that block's expert; none may be in two."""
+    found: dict[int, int] = {}
+    for block in range(int(blocks.num_padded) // blocks.rows_per_block):
+        assert int(blocks.w13_rows[block]) == int(blocks.w2_rows[block])
+        for entry in blocks.row_ids.view(-1, blocks.rows_per_block)[block].tolist():
+            assert entry not in found
+            if entry != num_ids:
+                found[entry] = int(blocks.w13_rows[block])
+    return found
+
+
 def test_the_mark_is_made_once_a_step_and_only_on_request() -> None:
     rng = np.random.default_rng(3)
     pair = Pair(num_experts=32, cap=8)

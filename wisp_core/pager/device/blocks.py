@@ -102,3 +102,28 @@ def store_blocks(
     block = tl.gather(before, ids, 0)
     tl.debug_barrier()  # the padding that these take the place of
     tl.store(row_ids_ptr + block * rows_per_block + place, index, mask=is_real & (place < rows_per_block))
+
+
+@triton.jit
+def store_blocks_by_id(
+    row_ids_ptr,
+    w13_rows_ptr,
+    w2_rows_ptr,
+    num_padded_ptr,
+    slots,  # int32 [ids_at_once] by routed id
+    num_ids,
+    num_valid_ids,
+    ids_at_once: tl.constexpr,
+    rows_per_block: tl.constexpr,
+):
+    """Write a block for each routed id of a step that misses nothing, as vLLM does for few rows.
+
+    That needs no count of who needs what, only the slots.
+    """
+    index = tl.arange(0, ids_at_once)
+    tl.store(w13_rows_ptr + index, slots, mask=index < num_ids)
+    tl.store(w2_rows_ptr + index, slots, mask=index < num_ids)
+    tl.store(num_padded_ptr, num_valid_ids * rows_per_block)
+    at = tl.arange(0, ids_at_once * rows_per_block)
+    is_first = at % rows_per_block == 0
+    tl.store(row_ids_ptr + at, tl.where(is_first, at // rows_per_block, num_ids), mask=at < num_ids * rows_per_block)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from wisp_core.pager.device import reference
-from wisp_core.pager.device.blocks import Blocks, store_blocks
+from wisp_core.pager.device.blocks import Blocks, store_blocks, store_blocks_by_id
 from wisp_core.pager.device.gather_kernel import Gather, Parameters, copy_listed
 from wisp_core.pager.device.launch import chained
 from wisp_core.pager.device.plan_counts import add_counts, add_distances, keep_routed
@@ -41,6 +41,7 @@ from wisp_core.pager.device.state import (
 
 _PLANNING_WARPS = 4  # few: their exchanges and not their arithmetic take the time
 _COPYING_WARPS = 8
+_FEW_IDS = 4  # vLLM's rule too: with so many times as many experts, ids get blocks of their own
 _MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, MAX_ROUTED
 _NOTHING_TO_GATHER = {"unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
@@ -161,6 +162,7 @@ def _plan_kernel(
     is_marking: tl.constexpr,
     is_chained: tl.constexpr,
     rows_per_block: tl.constexpr,  # 0: no blocks
+    has_short_cut: tl.constexpr,
     num_first: tl.constexpr,  # parameters; 0: none
     num_second: tl.constexpr,
     unit: tl.constexpr,
@@ -182,6 +184,29 @@ def _plan_kernel(
     stack = tl.load(table_ptr + _STACK * width + expert)
     slot = tl.load(table_ptr + _SLOT * width + expert)
     ids, is_real = _load_ids(ids_ptr, 0, num_ids, num_valid_ids, num_experts, ids_at_once)
+
+    num_absent = 1
+    if has_short_cut:
+        # Where nothing is missing, the slots are all that the products wait for: the rest runs beside them.
+        slot_of_id = tl.gather(slot, ids, 0)
+        num_absent = tl.sum((is_real & (slot_of_id == _NO_SLOT)).to(tl.int32))
+        if (num_absent == 0) & (tl.program_id(0) == 0):
+            at = tl.arange(0, ids_at_once)
+            slots = tl.where(is_real, slot_of_id, _PADDING_SLOT)
+            tl.store(slot_ids_ptr + at, slots, mask=at < num_ids)
+            if rows_per_block > 0:
+                store_blocks_by_id(
+                    row_ids_ptr,
+                    w13_rows_ptr,
+                    w2_rows_ptr,
+                    num_padded_ptr,
+                    slots,
+                    num_ids,
+                    num_valid_ids,
+                    ids_at_once,
+                    rows_per_block,
+                )
+            _add_ready(ready_ptr, 0)
 
     uses = tl.histogram(ids, width, mask=is_real)
     for start in range(ids_at_once, num_ids, ids_at_once):
@@ -208,7 +233,7 @@ def _plan_kernel(
     tl.store(lists_ptr + _SOURCE * width + before - num_hits, expert, mask=is_missing)
     tl.store(lists_ptr + _TARGET * width + before - num_hits, new_slot, mask=is_missing)
 
-    if tl.program_id(0) == 0:
+    if (num_absent > 0) & (tl.program_id(0) == 0):
         served = tl.where(new_slot == _NO_SLOT, num_experts + expert, new_slot)
         _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
         for start in range(ids_at_once, num_ids, ids_at_once):
@@ -250,7 +275,7 @@ def _plan_kernel(
                 vector_units,
                 vector_bytes,
             )
-        if is_marking:
+        if is_marking and num_absent > 0:
             _add_ready(ready_ptr, num_copies * first_chunks)
 
     # From here on, nothing that the first product waits for: whatever precedes READY delays it.
@@ -324,6 +349,8 @@ def plan_step(
     assert path is Path.DECODE or not (gathers or is_marking)
     assert gather is None or gather_after is None or gather.is_like(gather_after)
     num_ids = topk_ids.numel()
+    ids_at_once = min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE)
+    is_few = num_ids * _FEW_IDS <= layer.num_experts
     _plan_kernel[(max((given.num_programs for given in gathers), default=1),)](
         topk_ids,
         slot_ids,
@@ -342,7 +369,8 @@ def plan_step(
         **_block_arguments(layer, blocks),
         num_experts=layer.num_experts,
         width=layer.table.shape[1],
-        ids_at_once=min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE),
+        ids_at_once=ids_at_once,
+        has_short_cut=is_marking and num_ids <= ids_at_once and (blocks is None or is_few),
         is_admitting=path is Path.DECODE,
         is_marking=is_marking,
         num_warps=num_warps or (_COPYING_WARPS if gathers else _PLANNING_WARPS),
