@@ -89,6 +89,12 @@ class ReplicaSettings(Section):
         description="Memory file system (/dev/shm) where a host's replicas keep one copy of the experts, which a "
         "replica that restarts need not read again.",
     )
+    kv_host_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Host memory for KV that leaves the device, bytes: a session that returns fetches its prefix "
+        "instead of computing it; 0: none.",
+    )
     bypass_if_it_fits: bool = Field(
         default=True, description="Page nothing when all experts fit the budget beside the KV cache."
     )

@@ -166,6 +166,10 @@ class KvDemand(Value):
     fetch_bytes_per_s: float = Field(
         default=0.0, ge=0, description="Speed at which lost prefixes come back from a host tier; 0: there is none."
     )
+    fetched_tokens_per_s: float = Field(default=0.0, ge=0, description="Prefix tokens that came back from it.")
+    host_blocks: int | None = Field(
+        default=None, ge=0, description="Blocks that the host tier holds; None: as many as are ever missed."
+    )
     demand: tuple[DemandBin, ...] = Field(
         default=(), description="Blocks needed in full over time, ascending; empty: only the peak is known."
     )

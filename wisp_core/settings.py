@@ -85,6 +85,12 @@ class WispSettings(BaseModel):
         "experts; it stays when they end, so that a restart does not read them again. None: a copy of this process's "
         "own. A plain `vllm serve` needs `--load-format wisp` to spare the reading too.",
     )
+    kv_host_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Host memory for KV blocks that leave the device, bytes: a session that returns fetches its prefix "
+        "instead of computing it. By vLLM's own KV offloading, beside the experts' copy; 0: none.",
+    )
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
     co_schedule: bool = Field(
         default=False,

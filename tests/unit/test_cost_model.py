@@ -214,6 +214,14 @@ def test_what_a_host_tier_brings_back_costs_the_cheaper_of_fetching_and_computin
         assert lost - kept == pytest.approx(expected_s)
 
 
+def test_what_a_host_tier_has_not_kept_is_computed() -> None:
+    lost_s = 3 * (0.05 + 16 * COPY_S) + 300 * 0.001
+    for host_blocks, is_fetched in ((60, True), (59, False)):  # the reuse is 60 blocks away
+        model = CostModel.from_snapshot(passes(fetch_bytes_per_s=1e9, host_blocks=host_blocks))
+        kept, lost = (model.cost(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
+        assert lost - kept == (pytest.approx(0, abs=1e-3) if is_fetched else pytest.approx(lost_s))
+
+
 def test_growth_spreads_what_would_just_fit() -> None:
     snapshot = passes()
     model = CostModel.from_snapshot(snapshot, growth_fraction=0.5)

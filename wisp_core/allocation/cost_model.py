@@ -95,6 +95,8 @@ class CostModel:
     preempted_tokens_per_s: float
     fetch_s_per_token: float
     """Seconds to bring a lost token's KV back from a host tier; infinite without one."""
+    host_blocks: float
+    """Distance up to which that tier keeps what was lost."""
     demand: tuple[tuple[float, float], ...]
     """``(blocks needed in full, share of the time)``; empty: KV never limits the batch."""
     reuse: tuple[ReuseBin, ...]
@@ -135,6 +137,7 @@ class CostModel:
             do_passes_decode=snapshot.kv.output_tokens_per_s > 0,
             preempted_tokens_per_s=kv.preempted_tokens_per_s,
             fetch_s_per_token=fetch_bytes / kv.fetch_bytes_per_s if kv.fetch_bytes_per_s > 0 else math.inf,
+            host_blocks=math.inf if kv.host_blocks is None else kv.host_blocks,
             demand=_demand(snapshot),
             reuse=tuple(_with_passes(one, snapshot) for one in reuse),
             growth_fraction=growth_fraction,
@@ -179,7 +182,7 @@ class CostModel:
         for one in self.reuse if more_tokens else ():
             gained = self._kept(one.blocks, target.kv_blocks) - self._kept(one.blocks, self.split.kv_blocks)
             tokens += gained * one.tokens_per_s
-            kv_s += gained * self._lost_s(one, target.cap)
+            kv_s += gained * min(self._lost_s(one, target.cap), self._fetched_s(one))
         kv_s = more_tokens * kv_s / tokens / 2 if tokens > 0 else 0.0
         return MoveTerms(experts_s=more_slots * self.copy_s / 2, kv_s=kv_s)
 
@@ -192,7 +195,7 @@ class CostModel:
         tokens, passes, fetch_s = self.prompt_tokens_per_s, self.prompt_passes_per_s, 0.0
         for one in self.reuse:
             kept = self._kept(one.blocks, split.kv_blocks)
-            fetched_s = one.tokens_per_s * self.fetch_s_per_token
+            fetched_s = self._fetched_s(one)
             saved = 1.0 if fetched_s < self._lost_s(one, split.cap) else kept
             tokens -= saved * one.tokens_per_s
             passes -= saved * one.passes_per_s
@@ -209,6 +212,10 @@ class CostModel:
         """Seconds per second to compute what ``lost`` would have saved."""
         pass_s = self.fit.pass_s + self.pass_misses_by_cap[cap] * self.copy_s
         return lost.passes_per_s * pass_s + lost.tokens_per_s * self.fit.prompt_token_s
+
+    def _fetched_s(self, lost: ReuseBin) -> float:
+        """Seconds per second to fetch it from the host tier; infinite where that has not kept it."""
+        return lost.tokens_per_s * self.fetch_s_per_token if lost.blocks <= self.host_blocks else math.inf
 
     def _preempted_tokens_per_s(self, kv_blocks: int) -> float:
         here = self._excess(self.split.kv_blocks)

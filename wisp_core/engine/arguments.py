@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from wisp_core.engine.host_kv import check_host_kv, transfer_config
 from wisp_core.engine.pass_tokens import chosen_pass_tokens
 from wisp_core.errors import ConfigurationError
 from wisp_core.pager.expert_loader import LOAD_FORMAT
@@ -20,7 +21,9 @@ _OWNED = {
     "kv_cache_memory_bytes": "vram_budget_bytes sizes the KV cache",
     "gpu_memory_utilization": "vram_budget_bytes is the engine's share of the card",
     "enable_return_routed_experts": "signatures come from the pager, and which experts a turn used is nobody else's",
-    "kv_transfer_config": "blocks that a connector reads must not be unmapped",
+    "kv_transfer_config": "blocks that a connector reads must not be unmapped; set wisp.kv_host_bytes",
+    "kv_offloading_size": "wisp.kv_host_bytes is what KV may take of host memory",
+    "kv_offloading_backend": "wisp.kv_host_bytes has vLLM's own",
 }
 _CPU = {
     "worker_cls": "wisp_core.engine.cpu_worker.WispCPUWorker",
@@ -41,8 +44,12 @@ def paged_engine_args(model: str, engine_args: Mapping[str, Any], settings: Wisp
     problems = [f"{name}: {reason}; leave it out" for name, reason in _OWNED.items() if name in engine_args]
     if settings.vram_budget_bytes is None:
         problems.append("wisp.vram_budget_bytes is needed: it is what experts and KV share")
+    if settings.kv_host_bytes and engine_args.get("enable_prefix_caching") is False:
+        problems.append("enable_prefix_caching: wisp.kv_host_bytes keeps prefixes, so leave it on")
     if problems:
         raise ConfigurationError("engine arguments: " + "; ".join(problems))
+    if settings.kv_host_bytes:
+        check_host_kv(settings.kv_host_bytes)
     # The engine starts with few experts; the first resize, before any request, brings the configured cap.
     at_start = settings.model_copy(
         update={"cap": None, "bypass_if_it_fits": settings.bypass_if_it_fits and settings.cap is None}
@@ -56,6 +63,7 @@ def paged_engine_args(model: str, engine_args: Mapping[str, Any], settings: Wisp
         **(_CPU if current_platform.is_cpu() else _GPU),
         # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.
         "kv_cache_memory_bytes": settings.vram_budget_bytes,
+        **({"kv_transfer_config": transfer_config(settings)} if settings.kv_host_bytes else {}),
         "additional_config": {"wisp": at_start.model_dump(exclude_none=True)},
     }
 

@@ -7,6 +7,7 @@ since usage, prefix-cache reset and admission are computed from them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from wisp_core.errors import IntegrityError
@@ -16,11 +17,20 @@ from wisp_core.memory.balloon import NULL_GROUP, free_groups
 class BlockBalloon:
     """Groups of blocks that are out of the pool. Runs in the engine loop, between steps."""
 
-    def __init__(self, kv_cache_manager: Any, *, watermark: float) -> None:
-        """Wrap vLLM's ``KVCacheManager``; ``watermark`` is the fraction that vLLM keeps free on admission."""
+    def __init__(
+        self, kv_cache_manager: Any, *, watermark: float, blocks_to_copy: Callable[[], set[int]] = set
+    ) -> None:
+        """Wrap vLLM's ``KVCacheManager``.
+
+        Args:
+            kv_cache_manager: vLLM's.
+            watermark: Fraction of the pool that vLLM keeps free on admission.
+            blocks_to_copy: Free blocks whose content is still needed, as by a copy to host memory; not to be taken.
+        """
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
         self._watermark = watermark
+        self._blocks_to_copy = blocks_to_copy
         self._group_blocks: int | None = None
         self._taken: set[int] = set()
 
@@ -59,8 +69,9 @@ class BlockBalloon:
         self._group_blocks = group_blocks
 
     def available_groups(self) -> list[int]:
-        """Wholly free groups, those to take first in front."""
-        queue = self._pool.free_block_queue.get_all_free_blocks()
+        """Wholly free groups whose content nobody needs, those to take first in front."""
+        needed = self._blocks_to_copy()
+        queue = [one for one in self._pool.free_block_queue.get_all_free_blocks() if one.block_id not in needed]
         are_cached = [block.block_hash is not None for block in queue]
         return free_groups([block.block_id for block in queue], are_cached, self.group_blocks)
 
@@ -69,6 +80,8 @@ class BlockBalloon:
         blocks = self._blocks(groups)
         if NULL_GROUP in groups or self._taken.intersection(groups) or any(block.ref_cnt for block in blocks):
             raise IntegrityError(f"KV groups {groups} are not all free")
+        if needed := self._blocks_to_copy().intersection(block.block_id for block in blocks):
+            raise IntegrityError(f"KV blocks {sorted(needed)} are still to be copied to host memory")
         # Evict before touching: a prefix hit on a block that is out of the pool would silently use it.
         self._pool.evict_blocks({block.block_id for block in blocks})
         self._pool.touch(blocks)

@@ -79,7 +79,13 @@ class OfflineEngine:
 
     def resize(self, plan: SplitPlan) -> ResizeOutcome:
         """Put ``plan`` into effect, or say why not."""
+        self.settle()
         return _run(self._paged().resize(plan))
+
+    def settle(self) -> None:
+        """Let copies of KV to host memory end: they go on in steps, and after `generate` nothing steps this engine."""
+        while self.scheduler.has_requests() and not self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
 
     def snapshot(self) -> ReplicaSnapshot:
         """State, demand and rates now."""
@@ -103,6 +109,11 @@ class OfflineEngine:
         """What does not change while it lives."""
         self._paged()
         return self._facts
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's, for tests that look behind the scenes."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def signatures(self) -> list[Signature]:
         """Signatures of the keys that decoded since the last call; "" is the whole engine."""

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.fair_turns import FairTurns
 from wisp_core.engine.gated_turns import GatedTurns
+from wisp_core.engine.host_kv import blocks_to_copy
 from wisp_core.engine.reports import SchedulerReport, TakeReport
 from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.turn_meter import TurnMeter
@@ -30,13 +31,18 @@ class WispSchedulerMixin:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
         settings = WispSettings.from_additional_config(scheduler.vllm_config.additional_config) or WispSettings()
-        self._wisp_balloon = BlockBalloon(scheduler.kv_cache_manager, watermark=scheduler.scheduler_config.watermark)
+        self._wisp_balloon = BlockBalloon(
+            scheduler.kv_cache_manager,
+            watermark=scheduler.scheduler_config.watermark,
+            blocks_to_copy=lambda: blocks_to_copy(scheduler),
+        )
         self._wisp_meter = TurnMeter(
             scheduler,
             self._wisp_balloon,
             block_tokens=scheduler.block_size,
             max_blocks=len(scheduler.kv_cache_manager.block_pool.blocks),
             window_s=settings.window_s,
+            kv_host_bytes=settings.kv_host_bytes,
         )
         self._wisp_steps = StepTimes()
         self._wisp_turns = FairTurns(scheduler)
@@ -116,12 +122,13 @@ class WispSchedulerMixin:
             self._wisp_meter.note_admitted([new.req_id for new in output.scheduled_new_reqs])
         return output
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Take in a step's tokens: the end of the step."""
         if scheduler_output.total_num_scheduled_tokens:
             self._wisp_turns.note_step()
             self._wisp_gate.note_step()
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self._wisp_meter.note_output(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
         self._wisp_steps.note_end(time.monotonic())
         return outputs
 

@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import DemandBin, KvDemand
 from wisp_core.engine.block_balloon import BlockBalloon
+from wisp_core.engine.host_kv import HostKvMeter, HostKvRates, host_blocks
 from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
 from wisp_core.memory.kv_returns import Returns
 from wisp_core.memory.kv_reuse import PrefixReuse, Saved, block_edges, passes_of
@@ -27,21 +28,32 @@ class TurnMeter:
     """What running and waiting turns ask of the KV pool: work at a turn's start and end, none per step."""
 
     def __init__(
-        self, scheduler: Any, balloon: BlockBalloon, *, block_tokens: int, max_blocks: int, window_s: float
+        self,
+        scheduler: Any,
+        balloon: BlockBalloon,
+        *,
+        block_tokens: int,
+        max_blocks: int,
+        window_s: float,
+        kv_host_bytes: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._balloon = balloon
         self._block_tokens = block_tokens
         self._demand = DemandMeter(window_s=window_s, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
         self._pass_tokens = int(scheduler.max_num_scheduled_tokens)
+        block_bytes = scheduler.kv_cache_config.kv_cache_tensors[0].size // max_blocks if kv_host_bytes else 0
+        self._host_blocks = host_blocks(kv_host_bytes, block_bytes) if kv_host_bytes else None
+        self._host = HostKvMeter(token_bytes=block_bytes / block_tokens, window_s=window_s) if kv_host_bytes else None
+        num_remembered = max(_REMEMBERED_POOLS * max_blocks, self._host_blocks or 0)
         self._reuse = PrefixReuse(
-            max_blocks=_REMEMBERED_POOLS * max_blocks,
+            max_blocks=num_remembered,
             block_tokens=block_tokens,
             pass_tokens=self._pass_tokens,
         )
         self._asked = TurnWindow(_NUM_AMOUNTS + 3 * len(self._reuse.edges), window_s)
         self._returns = Returns()
-        self._shares = TimeShares(block_edges(_REMEMBERED_POOLS * max_blocks), window_s)
+        self._shares = TimeShares(block_edges(num_remembered), window_s)
         self._preempted_tokens = DecayedSum(window_s)
         self._started_s = time.monotonic()
         self._preemptions = 0
@@ -59,6 +71,7 @@ class TurnMeter:
         observed_s = now_s - self._started_s
         asked = self._asked.rates(now_s, observed_s)
         turns, prompt_tokens, prompt_passes, output_tokens = asked[:_NUM_AMOUNTS].tolist()
+        host = self._host.rates(now_s, observed_s) if self._host is not None else HostKvRates()
         return KvDemand(
             running_turns=len(running),
             waiting_turns=len(waiting),
@@ -73,6 +86,9 @@ class TurnMeter:
             turns_per_s=turns,
             output_tokens_per_s=output_tokens,
             preempted_tokens_per_s=self._preempted_tokens.per_s(now_s, observed_s),
+            fetch_bytes_per_s=host.fetch_bytes_per_s,
+            fetched_tokens_per_s=host.fetched_tokens_per_s,
+            host_blocks=self._host_blocks,
             demand=tuple(DemandBin(blocks=blocks, share=share) for blocks, share in self._shares.bins()),
             reuse=self._reuse.bins(asked[_NUM_AMOUNTS:].reshape(-1, 3)),
             return_share=self._returns.share(now_s),
@@ -123,6 +139,11 @@ class TurnMeter:
         num_tokens = int(request.num_prompt_tokens)
         return {"num_reusable": (num_tokens - 1) // self._block_tokens, "prompt_tokens": num_tokens}
 
+    def note_output(self, model_runner_output: Any) -> None:
+        """The worker has run a step: what came from host memory."""
+        if self._host is not None:
+            self._host.note_output(model_runner_output, time.monotonic())
+
     def note_preemption(self, lost_tokens: int) -> None:
         """A running turn lost its blocks, with ``lost_tokens`` computed tokens in them."""
         self._preemptions += 1
@@ -161,8 +182,10 @@ class TurnMeter:
         waiting: list[Turn] = []
         for request in self._scheduler.requests.values():
             if not request.is_finished():
-                is_running = request.status == RequestStatus.RUNNING
-                (running if is_running else waiting).append(self._turn(request))
+                turn = self._turn(request)
+                # A turn whose prefix comes from host memory holds blocks before it runs, and nothing preempts it.
+                is_running = request.status == RequestStatus.RUNNING or turn.held_blocks > 0
+                (running if is_running else waiting).append(turn)
         return running, waiting
 
     def _turn(self, request: Any) -> Turn:
