@@ -31,6 +31,7 @@ Config = TypeVar(
     configs.ResizeConfig,
     configs.BudgetConfig,
     configs.IdentityConfig,
+    configs.ReturnConfig,
     prefetching.PrefetchConfig,
 )
 
@@ -85,6 +86,16 @@ _PREFETCH_COLUMNS = (
     "output_hash",
 )
 _RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
+_RETURN_COLUMNS = (
+    "mode",
+    "new_tokens",
+    "cached_tokens",
+    "first_token_ms",
+    "first_token_ms_min",
+    "first_token_ms_max",
+    "missed_bytes",
+    "fetch_bytes_per_s",
+)
 _BUDGET_COLUMNS = (
     "measure",
     "budget_bytes",
@@ -279,6 +290,32 @@ def resize(
         changes["resizes_under_traffic"] = traffic
     config = dataclasses.replace(config, **changes)
     _run(config, plan.resize_jobs, summary.resize_summary, _RESIZE_COLUMNS, output, log_dir, deadline_s)
+
+
+@app.command("return")
+def session_return(
+    model: Model = None,
+    vram_budget_gb: Annotated[float | None, typer.Option(help="Budget of the engine, 1e9 bytes.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the session before its pause.")] = None,
+    new_tokens: Annotated[str | None, typer.Option(help="What it comes back with, such as 8,64.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Sessions of each kind that are timed.")] = None,
+    output: Output = None,
+    log_dir: Logs = None,
+    host_memory_gb: HostMemory = None,
+    deadline_s: Deadline = None,
+) -> None:
+    """Time to the first token of a session that returns: prefix on the device, fetched from host memory, computed."""
+    config = configs.return_h200() if configs.is_gpu_machine() else configs.return_cpu()
+    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real", host_memory_gb)}
+    if vram_budget_gb is not None:
+        changes["budget_bytes"] = int(vram_budget_gb * 1e9)
+    if new_tokens is not None:
+        changes["new_tokens"] = options.integers(new_tokens)
+    for name, number in (("prompt_tokens", prompt_tokens), ("repeats", repeats)):
+        if number is not None:
+            changes[name] = number
+    config = dataclasses.replace(config, **changes)
+    _run(config, plan.return_jobs, summary.return_summary, _RETURN_COLUMNS, output, log_dir, deadline_s)
 
 
 @app.command()

@@ -124,6 +124,21 @@ class IdentityConfig:
     answer_tokens: int = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReturnConfig:
+    """A session that comes back: what is left of its prefix on the device, in host memory, or nowhere."""
+
+    name: str = "return"
+    engine: EngineConfig
+    budget_bytes: int
+    kv_host_bytes: int
+    prompt_tokens: int = 8000
+    answer_tokens: int = 16
+    new_tokens: tuple[int, ...] = (8, 64)
+    repeats: int = 2
+    max_model_len: int = 8192
+
+
 def decode_h200() -> DecodeConfig:
     """Every mode of a 30B-A3B shape with 25 % of its experts on the device, and the fastest baseline with 50 % too.
 
@@ -182,6 +197,23 @@ def budget_h200() -> BudgetConfig:
     """A 30B-A3B shape in 12 to 48 GB of a larger card, whose rest another process holds."""
     engine = gpu_engine("qwen3-30b-a3b", kv_bytes=0)
     return BudgetConfig(engine=engine, budgets_bytes=tuple(gb * 10**9 for gb in (16, 24, 48, 12)))
+
+
+def return_h200() -> ReturnConfig:
+    """Sessions of 8,000 tokens of a 30B-A3B shape in a budget of 24 GB."""
+    engine = gpu_engine("qwen3-30b-a3b", kv_bytes=0)
+    return ReturnConfig(engine=engine, budget_bytes=24 * 10**9, kv_host_bytes=4 * _GIB)
+
+
+def return_cpu() -> ReturnConfig:
+    """Sessions of 400 tokens of the tiny shape."""
+    return ReturnConfig(
+        engine=cpu_engine(),
+        budget_bytes=128 << 20,
+        kv_host_bytes=64 << 20,
+        prompt_tokens=400,
+        max_model_len=512,
+    )
 
 
 def identity_h200() -> IdentityConfig:

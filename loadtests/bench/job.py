@@ -116,6 +116,20 @@ class IdentityJob(_Job):
     seed: int
 
 
+class ReturnJob(_Job):
+    """Time second turns of sessions whose prefix is on the device, in host memory, or gone."""
+
+    kind: str = "return"
+    engine: EngineJob
+    wisp: dict[str, object] = Field(description="Settings of the paged engine, with a budget and host memory for KV.")
+    prompt_tokens: int = Field(description="Of a first turn.")
+    answer_tokens: int
+    new_tokens: tuple[int, ...] = Field(description="That a second turn adds to the first one and its answer.")
+    repeats: int = Field(description="Sessions that are timed, after one that is not.")
+    vocab_size: int
+    seed: int
+
+
 class OnlineJob(_Job):
     """Play turns in a closed loop at each static split, or while a policy divides the budget."""
 
@@ -136,7 +150,7 @@ class OnlineJob(_Job):
     vocab_size: int
 
 
-Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob | OnlineJob
+Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob | OnlineJob | ReturnJob
 
 JOBS: dict[str, type[Job]] = {
     "decode": DecodeJob,
@@ -146,4 +160,5 @@ JOBS: dict[str, type[Job]] = {
     "budget": BudgetJob,
     "identity": IdentityJob,
     "online": OnlineJob,
+    "return": ReturnJob,
 }

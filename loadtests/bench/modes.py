@@ -27,6 +27,14 @@ class Mode(StrEnum):
     PREFETCH_OFFLOAD = "prefetch_offload"
 
 
+class Return(StrEnum):
+    """Where the prefix of a session that comes back is."""
+
+    RESIDENT = "resident"
+    FETCHED = "fetched"
+    COMPUTED = "computed"
+
+
 BASELINES = (Mode.UVA_EXPERTS, Mode.PREFETCH_OFFLOAD, Mode.UVA_ALL, Mode.OFFLOAD_COPY)
 
 

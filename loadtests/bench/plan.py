@@ -16,6 +16,7 @@ from loadtests.bench.configs import (
     IdentityConfig,
     PrefillConfig,
     ResizeConfig,
+    ReturnConfig,
 )
 from loadtests.bench.job import (
     BudgetJob,
@@ -27,6 +28,7 @@ from loadtests.bench.job import (
     OnlineJob,
     PrefillJob,
     ResizeJob,
+    ReturnJob,
     TraceJob,
 )
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
@@ -168,6 +170,27 @@ def resize_jobs(config: ResizeConfig, model: Model) -> list[NamedJob]:
         seed=_SEED,
     )
     return [("paged-resize", job)]
+
+
+def return_jobs(config: ReturnConfig, model: Model) -> list[NamedJob]:
+    """One engine with KV in host memory."""
+    engine_args = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
+    job = ReturnJob(
+        engine=_sized_engine_job(config.engine, model, engine_args),
+        wisp={
+            "vram_budget_bytes": config.budget_bytes,
+            "bypass_if_it_fits": False,
+            "kv_host_bytes": config.kv_host_bytes,
+            **config.engine.wisp,
+        },
+        prompt_tokens=config.prompt_tokens,
+        answer_tokens=config.answer_tokens,
+        new_tokens=config.new_tokens,
+        repeats=config.repeats,
+        vocab_size=model.shape.vocab_size,
+        seed=_SEED,
+    )
+    return [("paged-return", job)]
 
 
 def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from loadtests.bench.modes import BASELINES, Mode
+from loadtests.bench.modes import BASELINES, Mode, Return
 
 Row = dict[str, Any]
 
@@ -63,6 +63,27 @@ def resize_summary(rows: Sequence[Row]) -> dict[str, Any]:
         "are_all_applied": bool(good) and all(row["outcome"] == "applied" for row in good),
         "are_answers_equal": bool(good) and all(row["is_answer_equal"] for row in good),
     }
+
+
+def return_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Time to the first token by new tokens and place of the prefix, what fetching saves, and whether answers hold.
+
+    An answer over a fetched prefix must be that over the same prefix left where it was; a computed one went through
+    other kernels.
+    """
+    good = [row for row in rows if "error" not in row]
+    by_tokens: dict[str, Any] = {}
+    equal = []
+    for new_tokens in sorted({row["new_tokens"] for row in good}):
+        found = {row["mode"]: row for row in good if row["new_tokens"] == new_tokens}
+        by_tokens[str(new_tokens)] = {mode: row["first_token_ms"] for mode, row in found.items()}
+        if Return.FETCHED in found and Return.COMPUTED in found:
+            by_tokens[str(new_tokens)]["computed_over_fetched"] = (
+                found[Return.COMPUTED]["first_token_ms"] / found[Return.FETCHED]["first_token_ms"]
+            )
+        if Return.FETCHED in found and Return.RESIDENT in found:
+            equal.append(found[Return.FETCHED]["output_hashes"] == found[Return.RESIDENT]["output_hashes"])
+    return {"first_token_ms": by_tokens, "are_answers_equal": bool(equal) and all(equal)}
 
 
 def budget_summary(rows: Sequence[Row]) -> dict[str, Any]:

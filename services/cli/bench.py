@@ -17,6 +17,7 @@ pass_on(
         "latency": "decode and prefill with one engine for each mode.",
         "budget": "Peak of GPU memory by the driver while another process holds the rest of the card.",
         "identity": "Tokens and log-probabilities of paged engines against resident ones, on a GPU.",
+        "return": "First token of a session that returns: prefix on the device, in host memory, or computed again.",
         "resize": "Pause of the engine while memory moves between experts and KV.",
         "online": "A live service whose work has phases: divided online, and by every static split.",
         "balloon": "How soon KV blocks leave a pool in use: by the balloon, and behind a drained barrier.",

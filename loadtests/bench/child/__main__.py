@@ -26,6 +26,7 @@ from loadtests.bench.child.latency import run_latency
 from loadtests.bench.child.online import run_online
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
+from loadtests.bench.child.returning import run_return
 from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, OnlineJob, PrefillJob
 
 _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
@@ -36,6 +37,7 @@ _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
     "budget": run_budget,
     "identity": run_identity,
     "online": run_online,
+    "return": run_return,
 }
 
 
