@@ -1,8 +1,7 @@
-"""Runs one layer's experts on a GPU: chooses the way by what kind of forward it is and how many rows it has."""
+"""Runs one layer's experts where the device reads host memory: how follows from the kind of forward and its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,39 +10,28 @@ from wisp_core.pager.device.block_rows import HostRows, first_host_row
 from wisp_core.pager.device.blocks import MAX_BLOCK_IDS, Blocks
 from wisp_core.pager.device.device_pager import DevicePager
 from wisp_core.pager.device.fused_apply import FusedExperts
+from wisp_core.pager.device.runner import Runner
 from wisp_core.pager.device.staging import W2, W13, Group
 from wisp_core.pager.device.state import Path
-from wisp_core.pager.interface import ForwardInfo
 
 MAX_ROWS_IN_PLACE = 128
 """Prefills of at most so many rows read missing experts in place: most experts then fill one block of a product, so
 they cross the link about once, and only those that are needed do. With more rows, staging is faster at every cap."""
 
 
-class LayerRunner:
-    """One layer: its RoutedExperts, whose weights are slots, and its place in the pager."""
+class LayerRunner(Runner):
+    """Launches only, so that a CUDA graph may capture a decode step."""
 
     def __init__(self, pager: DevicePager, index: int, layer: Any) -> None:
-        self._pager, self._index, self._layer = pager, index, layer
+        super().__init__(pager, index, layer)
         self._host: HostRows | None = None
 
-    def run(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        describe: Callable[[], ForwardInfo | None],
-    ) -> torch.Tensor:
-        """Outputs [rows, H] of rows ``x``, routed to ``topk_ids`` [rows, top_k]."""
-        pager = self._pager
-        if self._index == 0:
-            pager.begin_forward(describe)
-        experts = FusedExperts(self._layer, x, topk_weights, topk_ids)
+    def _run(self, experts: FusedExperts, topk_ids: torch.Tensor) -> torch.Tensor:
         # A captured graph serves whatever comes later, so its way may depend on the number of rows only.
-        if not pager.is_prefill or torch.cuda.is_current_stream_capturing():
+        if not self._pager.is_prefill or torch.cuda.is_current_stream_capturing():
             return self._decode(experts, topk_ids)
-        slot_ids = pager.plan(self._index, topk_ids, Path.STREAMED)
-        if len(x) <= MAX_ROWS_IN_PLACE:
+        slot_ids = self._pager.plan(self._index, topk_ids, Path.STREAMED)
+        if len(topk_ids) <= MAX_ROWS_IN_PLACE:
             return experts.run(slot_ids, self._host_rows())
         return experts.run_in_groups(slot_ids, self._groups())
 
@@ -57,11 +45,10 @@ class LayerRunner:
         return experts.run_plan(self._pager.plan_products(self._index, topk_ids, blocks))
 
     def _groups(self) -> list[Group]:
-        staging, weights = self._pager.staging, self._layer
+        staging = self._pager.staging
         if self._index == 0:
             staging.begin(self._pager.is_resident())
-        in_slots = Group(staging.slot_map, lambda: weights.w13_weight, lambda: weights.w2_weight, lambda: None)
-        return [in_slots, *staging.groups(self._index)]
+        return [self._in_slots(), *staging.groups(self._index)]
 
     def _host_rows(self) -> HostRows:
         if self._host is None:
