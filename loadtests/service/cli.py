@@ -91,7 +91,7 @@ def faults(
 
         def keep(rows: list[bench.Row]) -> None:
             write_result(path, "faults", asdict(config), rows, bench.summarize(rows))
-            shown = ("kind", "lost_turns", "recovery_s", "not_recovered")
+            shown = ("kind", "lost_turns", "recovery_s", "not_recovered", "rescored", "above_limit")
             typer.echo(json.dumps({key: rows[-1][key] for key in shown if key in rows[-1]}), err=True)
 
         findings = bench.Findings(keep, bench.answers_path(path))

@@ -198,20 +198,22 @@ def _send_in_tenths(
 ) -> dict[str, Any]:
     statuses: Counter[str] = Counter()
     failures: list[str] = []
-    by_part: list[dict[str, int]] = []
+    resident_bytes: list[int] = []
+    anonymous_bytes: list[dict[str, int]] = []
     for tenth in range(TENTHS):
         part = batch[len(batch) * tenth // TENTHS : len(batch) * (tenth + 1) // TENTHS]
         sent = asyncio.run(send_all(service.url, key, part))
         statuses.update(sent["statuses"])
         failures += sent["failures"]
-        by_part.append(service.resident_bytes_by_part())
+        resident_bytes.append(service.resident_bytes())
+        anonymous_bytes.append(service.anonymous_bytes())
         row = {
             "requests": statuses.total(),
             "statuses": dict(sorted(statuses.items())),
             "failures": failures[:20],
-            "resident_bytes_after_each_tenth": [sum(one.values()) for one in by_part],
-            "resident_bytes_by_part": {
-                name: [one.get(name, 0) for one in by_part] for name in sorted(set().union(*by_part))
+            "resident_bytes_after_each_tenth": resident_bytes,
+            "anonymous_bytes_after_each_tenth": {
+                name: [one.get(name, 0) for one in anonymous_bytes] for name in sorted(set().union(*anonymous_bytes))
             },
         }
         on_row(row)
@@ -230,11 +232,13 @@ def summarize(row: dict[str, Any]) -> dict[str, Any]:
     if len(resident_bytes) < TENTHS:
         return summary
     halfway = TENTHS // 2 - 1
+    anonymous_growth_bytes = {
+        name: values[-1] - values[halfway] for name, values in row["anonymous_bytes_after_each_tenth"].items()
+    }
     return summary | {
         "growth_bytes_second_half": resident_bytes[-1] - resident_bytes[halfway],
-        "growth_bytes_second_half_by_part": {
-            name: values[-1] - values[halfway] for name, values in row["resident_bytes_by_part"].items()
-        },
+        "anonymous_growth_bytes_second_half": sum(anonymous_growth_bytes.values()),
+        "anonymous_growth_bytes_second_half_by_part": anonymous_growth_bytes,
     }
 
 

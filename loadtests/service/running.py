@@ -96,15 +96,23 @@ class RunningService:
 
     def resident_bytes(self) -> int:
         """Resident memory of every process of the service, shared pages counted once for each."""
-        return sum(self.resident_bytes_by_part().values())
+        total = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
 
-    def resident_bytes_by_part(self) -> dict[str, int]:
-        """The same for each kind of process, the largest first."""
+    def anonymous_bytes(self) -> dict[str, int]:
+        """Memory of each kind of process that is no file's: without libraries, and without an engine's pools.
+
+        Pools are resident once their pages have been used, and bounded by the replica's budget.
+        """
         found: Counter[str] = Counter()
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                found[part_name(process.cmdline())] += process.memory_info().rss
-        return dict(found.most_common())
+                memory = process.memory_info()
+                found[part_name(process.cmdline())] += memory.rss - memory.shared
+        return dict(found)
 
     def status(self, patience_s: float = 10.0) -> dict[str, Any]:
         """The operator's status page; asked again while the store does not answer. Raises HTTPStatusError."""
@@ -134,7 +142,7 @@ def part_name(command: Sequence[str]) -> str:
         if found := pattern.search(title):
             return found[1]
     scripts = [word for word in command if word.endswith(".py")]
-    return Path([*scripts, *command, "?"][0]).name
+    return Path([*scripts, *command, "?"][0].split(" ")[0]).name
 
 
 def free_port() -> int:

@@ -125,6 +125,7 @@ def test_answers_are_picked_over_the_whole_time() -> None:
         (["ray::SERVE_REPLICA::streams#Replica#ab1:ServeReplica:streams:Replica.initialize"], "Replica"),
         (["ray::ServeController.listen_for_change"], "ServeController"),
         (["VLLM::EngineCore"], "VLLM::EngineCore"),
+        (["valkey-server 127.0.0.1:52227"], "valkey-server"),
         (["/v/ray/core/src/ray/gcs/gcs_server", "--log_dir=x"], "gcs_server"),
         (["/v/bin/python", "-u", "/v/ray/_private/log_monitor.py", "--x"], "log_monitor.py"),
         ([], "?"),
@@ -136,12 +137,12 @@ def test_a_process_is_named_by_its_part_of_the_service(command: list[str], name:
 
 def test_memory_of_broken_requests_is_told_before_all_are_sent() -> None:
     row: dict[str, Any] = {"requests": 30, "failures": [], "resident_bytes_after_each_tenth": [100, 130, 140]}
-    row["resident_bytes_by_part"] = {"Ingress": [60, 90, 90], "Replica": [40, 40, 50]}
+    row["anonymous_bytes_after_each_tenth"] = {"Ingress": [60, 90, 90], "Replica": [40, 40, 50]}
     assert malformed.summarize(row)["growth_bytes"] == 40
     assert "growth_bytes_second_half" not in malformed.summarize(row)
     row["resident_bytes_after_each_tenth"] = [100] * 5 + [110] * 5
-    row["resident_bytes_by_part"] = {"Ingress": [60] * 5 + [70] * 5, "Replica": [40] * 10}
+    row["anonymous_bytes_after_each_tenth"] = {"Ingress": [30] * 5 + [37] * 5, "Replica": [20] * 10}
     summary = malformed.summarize(row)
     assert summary["growth_bytes_second_half"] == 10
-    assert summary["growth_bytes_second_half_by_part"] == {"Ingress": 10, "Replica": 0}
+    assert summary["anonymous_growth_bytes_second_half_by_part"] == {"Ingress": 7, "Replica": 0}
     assert not malformed.holds(summary)
