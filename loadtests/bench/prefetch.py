@@ -11,12 +11,11 @@ from typing import Any
 from loadtests.bench.configs import DecodeConfig, EngineConfig, gpu_engine
 from loadtests.bench.job import DecodeJob
 from loadtests.bench.plan import Model, NamedJob, decode_jobs
+from wisp_core.planner.cards import H200
 from wisp_core.planner.estimate import EngineChoice, memory_layout, other_bytes
 from wisp_core.planner.model_shape import read_shape
 
 Row = dict[str, Any]
-
-_PAGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ def concurrency_by_cap(config: PrefetchConfig, model: Model) -> list[Row]:
     shape = read_shape(json.loads((model.directory / "config.json").read_text()), name=model.directory.name)
     choice = EngineChoice(max_model_len=config.session_tokens, max_num_seqs=256, min_cap=min(config.caps))
     pooled_bytes = config.budget_bytes - other_bytes(shape, choice)
-    layout = memory_layout(shape, choice, pooled_bytes=pooled_bytes, page_bytes=_PAGE_BYTES)
+    layout = memory_layout(shape, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
     blocks_of_session = -(-config.session_tokens // layout.block_tokens)
     found = []
     for cap in range(layout.min_cap, layout.num_experts + 1):
