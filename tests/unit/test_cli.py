@@ -148,6 +148,7 @@ def test_replica_settings_become_the_engines(tmp_path: Path, monkeypatch: pytest
     environment = replica_environment(config)
     assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environment["OMP_NUM_THREADS"] == "3"
+    assert int(environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in replica_environment(
         config.model_copy(update={"replica": config.replica.model_copy(update={"num_gpus": 1})})
