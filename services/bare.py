@@ -1,6 +1,6 @@
 """An application of nothing but Serve: an ingress that streams from one replica by handle, as a turn does.
 
-``wisp bench overhead`` measures it to tell what Serve takes by itself.
+``wisp bench overhead`` measures it, and the same answer without Serve, to tell what Serve takes by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ class BareIngress:
         stream = self._replicas.options(stream=True, session_id="bare").http.remote(body=await request.body())
         items = [item async for item in stream]
         return Response(items[0]["first"], media_type="application/json")
+
+
+def echo_app() -> FastAPI:
+    """An app that gives the same answer without Serve."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def turn(request: Request) -> Response:
+        return Response(await request.body(), media_type="application/json")
+
+    app.add_api_route("/", turn, methods=["POST"])
+    return app
 
 
 def start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,10 @@ class OverheadConfig:
 
 
 def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None]) -> list[Row]:
-    """Rows of latencies: ``direct``, ``service``, and ``serve``, a service of Serve's parts alone."""
+    """Rows of latencies: ``direct``, ``service``, and ``serve``, a service of Serve's parts alone.
+
+    ``echo`` is the last one's answer without Serve: like ``direct`` by plain HTTP, from a server in this process.
+    """
     write_tiny_model(directory / "model", TinyModelConfig())
     of_service = _service_config(config, directory)
     set_in_this_process(replica_environment(of_service))
@@ -59,9 +62,12 @@ def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None])
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """Medians in milliseconds; Serve's own part is an application that only passes bodies on."""
+    """Medians in milliseconds; Serve's own part is what an application takes that only passes bodies on.
+
+    As with the service, what the same answer takes by plain HTTP is no part of it.
+    """
     medians = {row["path"]: row["p50_ms"] for row in rows}
-    serve_ms = medians["serve"]
+    serve_ms = medians["serve"] - medians["echo"]
     overhead_ms = medians["service"] - medians["direct"]
     limit_ms = max(3.0, serve_ms + 1.0)
     return {
@@ -87,9 +93,15 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
     )
     try:
         async with _listening(engine.app) as url:
-            return await _ask_both(config, url, {}, "direct")
+            rows = await _ask_both(config, url, {}, "direct")
     finally:
         await engine.shutdown()
+    async with _listening(bare.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+
+        async def ask() -> None:
+            (await client.post("/", json=_BODY)).raise_for_status()
+
+        return [*rows, *await _timed(config.requests, {"echo": ask})]
 
 
 @asynccontextmanager
@@ -116,9 +128,8 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
         async def ask(method: str, path: str) -> None:
             (await client.request(method, path, json=_BODY)).raise_for_status()
 
-        rows.append(await _timed("serve", config.requests, lambda: ask("POST", f"{bare.ROUTE}/")))
-        rows.append(await _timed("serve_http", config.requests, lambda: ask("GET", "/healthz")))
-    return rows
+        calls = {"serve": lambda: ask("POST", f"{bare.ROUTE}/"), "serve_http": lambda: ask("GET", "/healthz")}
+        return rows + await _timed(config.requests, calls)
 
 
 async def _ask_both(config: OverheadConfig, url: str, headers: dict[str, str], path: str) -> list[Row]:
@@ -127,21 +138,27 @@ async def _ask_both(config: OverheadConfig, url: str, headers: dict[str, str], p
         async def ask(fields: dict[str, Any]) -> None:
             (await client.post("/v1/completions", json=fields)).raise_for_status()
 
-        whole = await _timed(path, config.requests, lambda: ask(_BODY))
-        stream = await _timed(f"{path}_stream", config.requests, lambda: ask(_BODY | {"stream": True}))
-    return [whole, stream]
+        calls = {path: lambda: ask(_BODY), f"{path}_stream": lambda: ask(_BODY | {"stream": True})}
+        return await _timed(config.requests, calls)
 
 
-async def _timed(path: str, requests: int, call: Callable[[], Awaitable[Any]]) -> Row:
-    """One after the other, so that nothing waits for anything else."""
-    seconds = []
+async def _timed(requests: int, calls: Mapping[str, Callable[[], Awaitable[Any]]]) -> list[Row]:
+    """A row for each kind of call, one call after the other, so that nothing waits for anything else.
+
+    The kinds take turns: whatever drifts on this machine drifts for all of them.
+    """
+    seconds: dict[str, list[float]] = {path: [] for path in calls}
     for number in range(_WARM_UP + requests):
-        began_s = time.perf_counter()
-        await call()
-        if number >= _WARM_UP:
-            seconds.append(time.perf_counter() - began_s)
-    quantiles = {f"p{p}_ms": round(float(np.percentile(seconds, p)) * 1000, 3) for p in (5, 50, 95, 99)}
-    return {"path": path, "requests": requests, **quantiles}
+        for path, call in calls.items():
+            began_s = time.perf_counter()
+            await call()
+            if number >= _WARM_UP:
+                seconds[path].append(time.perf_counter() - began_s)
+    return [
+        {"path": path, "requests": requests}
+        | {f"p{p}_ms": round(float(np.percentile(taken, p)) * 1000, 3) for p in (5, 50, 95, 99)}
+        for path, taken in seconds.items()
+    ]
 
 
 def _service_config(config: OverheadConfig, directory: Path) -> ServiceConfig:

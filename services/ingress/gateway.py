@@ -40,7 +40,9 @@ MAX_BUFFERED_BYTES = 4 << 20
 """Bytes of one answer that may wait for a slow client."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """Where the configuration leaves the context length to the model: what a turn without a limit reserves at most."""
-RECORD_DELAY_S = 0.01
+SETTLE_DELAY_S = 0.002
+"""Time after a turn at which it stops to count as running: its answer goes out first, and the next turn comes later."""
+RECORD_DELAY_S = 0.02
 """Time after a turn at which its use is written down."""
 TURN_HEADER = "x-turn-id"
 """The turn's id in the answer; Serve sets ``x-request-id`` itself."""
@@ -108,7 +110,7 @@ class Gateway:
         reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
         turn_id = new_turn_id(tenant.tenant_id)
         try:
-            await self._limiter.admit(tenant, turn_id, reserved_tokens)
+            placement = await self._limiter.admit(tenant, turn_id, reserved_tokens, session.session_key)
         except ApiError as error:
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise
@@ -117,7 +119,13 @@ class Gateway:
             raise
         self._metrics.begin_turn()
         return RunningTurn(
-            tenant, session, turn_id, fields, prompt_tokens=prompt_tokens, reserved_tokens=reserved_tokens
+            tenant,
+            session,
+            turn_id,
+            fields,
+            prompt_tokens=prompt_tokens,
+            reserved_tokens=reserved_tokens,
+            placement=placement,
         )
 
     def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
@@ -130,7 +138,7 @@ class Gateway:
         return max(prompt_tokens + 1, min(prompt_tokens + fields.num_choices * longest, tenant.tokens_per_minute))
 
     def _call(self, path: str, running: RunningTurn, salt: str) -> ReplicaCall:
-        fields, session = running.fields, running.session
+        fields, session, placement = running.fields, running.session, running.placement
         return ReplicaCall(
             path=path,
             body=json.dumps({**fields.body, "cache_salt": salt}, ensure_ascii=False).encode(),
@@ -143,6 +151,8 @@ class Gateway:
                 tenant=session.tenant_id,
                 prompt_tokens_estimate=running.prompt_tokens,
                 max_tokens=fields.max_tokens or 0,
+                home=None if placement is None else placement.replica_id,
+                home_version=0 if placement is None else placement.version,
             ),
             weight=running.tenant.weight,
             kv_share=running.tenant.kv_share,
@@ -226,16 +236,15 @@ class Gateway:
         """Account for a turn, whatever became of it; does not wait, since its task may be cancelled already."""
         if running.usage is not None:
             self._estimator.learn(running.tenant.tenant_id, running.fields, running.usage.prompt_tokens)
-        record = running.record()
-        self._metrics.end_turn(running.tenant.tenant_id, running.status, record)
-        self._spawn(self._limiter.settle(running.turn_id, running.charged_tokens()))
-        self._spawn(self._record(record))
+        self._spawn(self._account(running, running.record()))
 
-    async def _record(self, turn: TurnRecord) -> None:
-        """Soon, not at once: the client's next turn may be on its way here."""
+    async def _account(self, running: RunningTurn, record: TurnRecord) -> None:
+        """Soon, not at once: the answer goes out first, and the client's next turn may be on its way here."""
+        await self._limiter.settle(running.turn_id, running.charged_tokens(), delay_s=SETTLE_DELAY_S)
+        self._metrics.end_turn(running.tenant.tenant_id, running.status, record)
         await asyncio.sleep(RECORD_DELAY_S)
         with contextlib.suppress(StoreUnavailableError):
-            await self._store.record_turn(turn)
+            await self._store.record_turn(record)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -86,18 +87,18 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
     created = int(time.time())
     card = {"id": gateway.model, "object": "model", "created": created, "owned_by": "wisp"}
 
-    async def turn(request: Request) -> Response:
+    async def turn(path: str, request: Request) -> Response:
         """One turn."""
         tenant = await gateway.authenticate(request.headers)
         body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
-        # Not the URL's path: that may start with the prefix of a Serve application.
-        reply = await gateway.turn(request.scope["route"].path, request.headers, body, tenant)
+        reply = await gateway.turn(path, request.headers, body, tenant)
         if isinstance(reply.body, bytes):
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)
 
     for path in (CHAT_PATH, COMPLETIONS_PATH):
-        app.add_api_route(path, turn, methods=["POST"])
+        # Starlette's own route: the body is not FastAPI's to read.
+        app.add_route(path, partial(turn, path), methods=["POST"])
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, object]:

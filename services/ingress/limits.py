@@ -10,9 +10,9 @@ from collections import defaultdict
 
 from services.ingress.errors import rate_limited
 from services.ingress.request_fields import TurnFields
-from wisp_core.contracts import TenantSpec
+from wisp_core.contracts import Placement, TenantSpec
 from wisp_core.errors import StoreUnavailableError
-from wisp_core.store.interface import Limit, TenantStore, TurnRequest
+from wisp_core.store.interface import Admission, Limit, TenantStore, TurnRequest
 from wisp_core.store.memory_store import MemoryStore
 
 LEASE_S = 60.0
@@ -49,11 +49,14 @@ class TurnLimiter:
         self._store = store
         self._fallback = MemoryStore()
         self._running: dict[str, tuple[TurnRequest, TenantStore]] = {}
+        self._ended: dict[str, int] = {}
+        """Tokens used by turns that have ended, but are still counted as running."""
 
-    async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int) -> None:
+    async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int, session_key: str = "") -> Placement | None:
         """Take one request, ``tokens`` and one running turn. Raises ApiError (429).
 
-        Whoever cancels this has to settle the turn: it may be counted already.
+        Returns where the session lives, if it is placed: known by the same exchange. Whoever cancels this has to settle
+        the turn: it may be counted already.
         """
         request = TurnRequest(
             tenant_id=tenant.tenant_id,
@@ -63,15 +66,13 @@ class TurnLimiter:
             tokens_per_minute=tenant.tokens_per_minute,
             max_concurrent_turns=tenant.max_concurrent_turns,
             lease_s=LEASE_S,
+            session_key=session_key,
         )
-        self._running[turn_id] = (request, self._store)
-        try:
-            admission = await self._store.admit(request, time.time())
-        except StoreUnavailableError:
-            self._running[turn_id] = (request, self._fallback)
-            admission = await self._fallback.admit(request, time.time())
+        admission = await self._ask(request)
+        if not admission.allowed and await self._settle_ended(tenant.tenant_id):
+            admission = await self._ask(request)
         if admission.allowed:
-            return
+            return admission.placement
         del self._running[turn_id]
         limits = {
             Limit.REQUESTS: (tenant.requests_per_minute, 1),
@@ -81,13 +82,40 @@ class TurnLimiter:
         assert admission.which is not None
         raise rate_limited(admission, *limits[admission.which])
 
-    async def settle(self, turn_id: str, used_tokens: int) -> None:
-        """End a turn that was admitted; its lease ends by itself if the store is away."""
-        request, store = self._running.pop(turn_id)
+    async def _ask(self, request: TurnRequest) -> Admission:
+        self._running[request.turn_id] = (request, self._store)
         try:
-            await store.settle(request, used_tokens, time.time())
+            return await self._store.admit(request, time.time())
         except StoreUnavailableError:
-            return
+            self._running[request.turn_id] = (request, self._fallback)
+            return await self._fallback.admit(request, time.time())
+
+    async def settle(self, turn_id: str, used_tokens: int, *, delay_s: float = 0.0) -> None:
+        """End a turn that was admitted; its lease ends by itself if the store is away.
+
+        Within ``delay_s`` it is counted as running, except where that would refuse another turn of its tenant.
+        """
+        self._ended[turn_id] = used_tokens
+        await asyncio.sleep(delay_s)
+        await self._settle(turn_id)
+
+    async def _settle(self, turn_id: str) -> None:
+        if turn_id not in self._ended:
+            return  # An admission was faster.
+        request, store = self._running[turn_id]
+        try:
+            with contextlib.suppress(StoreUnavailableError):
+                await store.settle(request, self._ended[turn_id], time.time())
+        finally:
+            # Only now: until then whoever is refused has to wait for it. To settle twice changes nothing.
+            self._ended.pop(turn_id, None)
+            self._running.pop(turn_id, None)
+
+    async def _settle_ended(self, tenant_id: str) -> bool:
+        """Settle the tenant's turns that have ended; False if there are none."""
+        ended = [turn_id for turn_id in self._ended if self._running[turn_id][0].tenant_id == tenant_id]
+        await asyncio.gather(*map(self._settle, ended))
+        return bool(ended)
 
     async def renew_forever(self) -> None:
         """Keep the turns of this process counted as running."""

@@ -75,11 +75,17 @@ class Turn(Section):
     prompt_tokens_estimate: int = 0
     max_tokens: int = 0
     pin: str | None = Field(default=None, description="The replica to use, if it exists.")
+    home: str | None = Field(default=None, description="Where the store said that the session lives.")
+    home_version: int = Field(default=0, description="Version of that placement.")
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> Turn:
         """Pick the fields out of a call's keyword arguments."""
         return cls(**{name: kwargs[name] for name in cls.model_fields if name in kwargs})
+
+    def without_home(self) -> Turn:
+        """This turn when what was read of its home is no longer news."""
+        return self if self.home is None else self.model_copy(update={"home": None})
 
     def signature_keys(self) -> list[str]:
         """Whose habits tell of this turn's, from the most general to its own."""
@@ -101,6 +107,13 @@ class _Report:
 
     written_at_s: float
     read_at_s: float
+
+
+def _newest_home(turn: Turn, known: _Home | None) -> tuple[_Home | None, bool]:
+    """Where the turn's session lives, and whether the store has just said so."""
+    if turn.home is None or (known is not None and (known.version or 0) > turn.home_version):
+        return known, False
+    return _Home(turn.home, turn.home_version), True
 
 
 def _remember(cache: OrderedDict[str, ValueT], key: str, value: ValueT, limit: int) -> None:
@@ -134,6 +147,7 @@ class PlacementDirectory:
 
         ``excluded`` are known to be lost, or have just failed this turn: they come last.
 
+        A session that stays at ``turn.home`` needs no word with the store: that is where it was a moment ago.
         Without the store the decision stands as it is: the session keeps the home this process knows, or gets the
         one its hash says. Raises ValueError when there are no replicas.
         """
@@ -142,12 +156,16 @@ class PlacementDirectory:
                 await self.refresh()
         uses = await self._working_sets.expect(turn.signature_keys(), self._top_k)
         for _ in range(MAX_CONFLICTS):
-            home = self._homes.get(turn.session_key)
+            known = self._homes.get(turn.session_key)
+            home, is_read = _newest_home(turn, known)
             decision = self._decide(turn, home, uses, excluded)
             if turn.pin is not None or not turn.session_key or decision.is_for_this_turn_only:
                 break
+            if is_read and home is not None and decision.chosen == home.replica_id:
+                self._note_home(turn.session_key, known, home)
+                break
             settled = await self._settle(turn.session_key, home, decision)
-            self._note_home(turn.session_key, home, settled)
+            self._note_home(turn.session_key, known, settled)
             if settled.replica_id == decision.chosen:
                 break
             # Another router was faster. Its word counts, unless it names a replica that cannot take the turn.

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 RETRY_PAUSE_S = 0.05
+END_DELAY_S = 0.02
+"""Time after a whole answer at which the end of its call is taken note of."""
 
 LOST = (RayActorError, EngineUnavailableError)
 """The replica, or its engine, is gone."""
@@ -172,6 +174,7 @@ class ReplicaClient:
 
 
 async def _drained(stream: ReplicaStream) -> None:
+    await asyncio.sleep(END_DELAY_S)  # The answer goes out first.
     with contextlib.suppress(EngineUnavailableError, RayError):  # the answer is complete, whatever comes after it
         async for _ in stream:
             pass

@@ -79,7 +79,10 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
         """Replicas for a turn, the best first, and only one if it is pinned there."""
         directory = await self._ready_directory()
         suspects = {replica_id for replica_id, until_s in self._suspects.items() if until_s > time.monotonic()}
-        excluded = suspects.union(self._tried.get(turn.turn_id, ()))
+        tried = self._tried.get(turn.turn_id)
+        if tried or request_id in self._orders:
+            turn = turn.without_home()  # It was read before the first attempt.
+        excluded = suspects.union(tried or ())
         ranking = (await directory.rank(turn, frozenset(excluded))).ranking
         order = tuple(replica_id for replica_id in ranking if replica_id not in excluded) or ranking
         self._orders[request_id] = (time.monotonic(), order)

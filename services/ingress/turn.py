@@ -11,7 +11,7 @@ from services.ingress.errors import ApiError
 from services.ingress.events import Usage
 from services.ingress.request_fields import TurnFields
 from services.ingress.sessions import Session
-from wisp_core.contracts import TenantSpec, TurnRecord
+from wisp_core.contracts import Placement, TenantSpec, TurnRecord
 
 CLIENT_GONE = 499
 
@@ -37,14 +37,19 @@ class RunningTurn:
         *,
         prompt_tokens: int,
         reserved_tokens: int,
+        placement: Placement | None,
     ) -> None:
-        """``prompt_tokens`` is an estimate; ``reserved_tokens`` were taken from the tenant's limits."""
+        """``prompt_tokens`` is an estimate; ``reserved_tokens`` were taken from the tenant's limits.
+
+        ``placement``: where the session lived when the turn was admitted.
+        """
         self.tenant = tenant
         self.session = session
         self.turn_id = turn_id
         self.fields = fields
         self.prompt_tokens = prompt_tokens
         self.reserved_tokens = reserved_tokens
+        self.placement = placement
         self.ttft_s: float | None = None
         self.replica_id = ""
         self.usage: Usage | None = None

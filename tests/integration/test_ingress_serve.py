@@ -266,6 +266,7 @@ async def test_status_and_metrics(client: openai.AsyncOpenAI, service: str, valk
     await chat(client, "hello", name="shown")
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{service}/wisp/status")).status_code == 401
+        await asyncio.sleep(0.1)  # A turn is written down soon after its answer.
         shown = await http.get(f"{service}/wisp/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
         metrics = (await http.get(f"{service}/metrics")).text
     (row,) = [row for row in shown.json()["sessions"] if row["session_key"] == "a//shown"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,10 @@ from store_values import snapshot
 
 from services.config import RoutingSettings
 from services.ingress import working_sets
+from services.ingress.limits import TurnLimiter
 from services.ingress.placement import REPLICAS_PER_REFRESH, PlacementDirectory, RouterConfig, Turn
-from wisp_core.contracts import Signature
+from wisp_core.contracts import Signature, TenantSpec
+from wisp_core.store import redis_store
 from wisp_core.store.redis_store import RedisStore
 from wisp_core.store.signature_parts import MAX_PARTS
 from wisp_core.working_set.signature import pack
@@ -50,6 +53,53 @@ async def scripts_run(server: Redis) -> int:
     """Scripts as the server counts them; routers of other tests that live on only read."""
     stats = await server.info("commandstats")
     return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+
+
+async def test_a_session_that_stays_where_its_admission_found_it_costs_no_exchange(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(working_sets, "MAX_AGE_S", 600.0)
+    limiter = TurnLimiter(store)
+    tenant = TenantSpec(
+        tenant_id="t", key_sha256=(), requests_per_minute=600, tokens_per_minute=6000, max_concurrent_turns=64
+    )
+    directory = PlacementDirectory(store, CONFIG)
+    directory.keep_replicas(REPLICAS)
+    assert await limiter.admit(tenant, "turn-0", 1, turn(0).session_key) is None
+    home = (await directory.rank(turn(0))).chosen
+    exchanged = store.round_trips
+    for number in range(1, 101):
+        placement = await limiter.admit(tenant, f"turn-{number}", 1, turn(0).session_key)
+        assert placement is not None
+        told = turn(0).model_copy(update={"home": placement.replica_id, "home_version": placement.version})
+        assert (await directory.rank(told)).chosen == home
+        await limiter.settle(f"turn-{number}", 1)
+    # Admitted, placed and settled.
+    assert store.round_trips - exchanged == 2 * 100
+
+
+async def test_parsing_many_snapshots_lets_other_tasks_run(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"large-{number}" for number in range(REPLICAS_PER_REFRESH)]
+    for name in names:
+        await store.write_snapshot(snapshot(name))
+    parsed, steps = 0, [0]
+    parse = redis_store._parse
+
+    def counting(*args: Any) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return parse(*args)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0)
+            steps.append(parsed)
+
+    monkeypatch.setattr(redis_store, "_parse", counting)
+    watching = asyncio.create_task(watch())
+    assert len(await store.read_snapshots(names)) == len(names)
+    watching.cancel()
+    assert np.diff(steps).max() <= redis_store.SNAPSHOTS_AT_ONCE
 
 
 async def test_a_turn_costs_one_exchange_and_a_new_session_two(

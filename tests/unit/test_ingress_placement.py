@@ -235,3 +235,44 @@ async def store_snapshot_after_outage(store: MemoryStore) -> None:
 def test_the_router_s_configuration_is_plain_json() -> None:
     config = RouterConfig(redis_url="redis://h", service="test")
     assert RouterConfig.model_validate(config.kwargs()) == config
+
+
+class CountingStore(MemoryStore):
+    """Counts what routers settle with it."""
+
+    num_proposals = 0
+
+    async def place(self, session_key: str, expected_version: int | None, placement: Placement) -> Placement:
+        self.num_proposals += 1
+        return await super().place(session_key, expected_version, placement)
+
+
+async def test_a_session_stays_where_its_turn_was_told_without_asking_the_store_again() -> None:
+    store = CountingStore()
+    one, two = directory(store), directory(store)
+    first = await home(one, turn())
+    assert store.num_proposals == 1
+    assert await home(two, turn(home=first, home_version=1)) == first
+    assert store.num_proposals == 1
+    moved = await home(one, turn(home=first, home_version=1), excluded=frozenset({first}))
+    assert moved != first
+    assert store.num_proposals == 2, "a move is settled with the other routers"
+    # Told before the move: what this process knows is newer.
+    assert await home(one, turn(home=first, home_version=1)) == moved
+    # The other one is told of the move by its next turn.
+    assert await home(two, turn(home=moved, home_version=2)) == moved
+    placement = await store.read_placement("t/u/s")
+    assert placement is not None
+    assert (placement.replica_id, placement.version) == (moved, 2)
+
+
+async def test_a_turn_that_was_told_of_a_replica_that_is_gone_is_placed_anew() -> None:
+    store = CountingStore()
+    one, two = directory(store), directory(store)
+    first = await home(one, turn())
+    two.keep_replicas([name for name in REPLICAS if name != first])
+    moved = await home(two, turn(home=first, home_version=1))
+    assert moved != first
+    placement = await store.read_placement("t/u/s")
+    assert placement is not None
+    assert (placement.replica_id, placement.version) == (moved, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -121,3 +122,21 @@ def test_prompt_estimates_follow_what_the_engine_counts() -> None:
     assert estimator.tokens("b", text) == 100, "another tenant's prompts change nothing"
     ids = parse(COMPLETIONS_PATH, b'{"model": "m", "prompt": [1, 2, 3]}')
     assert estimator.tokens("a", ids) == 3
+
+
+async def test_a_turn_that_has_ended_refuses_nobody_while_it_waits_to_be_settled(clock: Clock) -> None:
+    store = MemoryStore()
+    limiter = TurnLimiter(store)
+    await limiter.admit(TENANT, "t0", 300)
+    await limiter.admit(TENANT, "t1", 300)
+    settling = asyncio.create_task(limiter.settle("t0", 100, delay_s=60.0))
+    await asyncio.sleep(0)
+    # Neither its place nor what it did not use.
+    await limiter.admit(TENANT, "t2", 200)
+    assert (await refusal(limiter, "t3", 1)).error["message"].startswith("Rate limit")
+    settling.cancel()
+    await asyncio.gather(settling, return_exceptions=True)
+    await limiter.settle("t1", 300)
+    await limiter.settle("t2", 200)
+    assert not limiter._running
+    assert not limiter._ended

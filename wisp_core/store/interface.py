@@ -44,6 +44,8 @@ class TurnRequest:
     tokens_per_minute: int
     max_concurrent_turns: int
     lease_s: float
+    session_key: str = ""
+    """The session whose placement is read in the same exchange."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Admission:
     allowed: bool
     retry_after_s: float | None = None
     which: Limit | None = None
+    placement: Placement | None = None
+    """Where the session lives of a turn that may run, if it has been placed."""
 
 
 def is_news(plan: SplitPlan, last: SplitPlan | None) -> bool:

@@ -12,7 +12,7 @@ cluster, so that scripts and pipelines over several keys work there too.
 | ``outcomes:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | replica | policy, status |
 | ``decisions:REPLICA`` | list, newest first, ``LOG_LENGTH`` | ``LOG_TTL_S`` | policy | status |
 | ``signatures:KEY`` | hash, REPLICA to Signature, ``MAX_PARTS`` | ``SIGNATURE_TTL_S`` | replica | router, policy |
-| ``placement:SESSION`` | hash, version, replica, Placement | ``SESSION_TTL_S`` after a turn | router | router, status |
+| ``placement:SESSION`` | hash with Placement | ``SESSION_TTL_S`` after a turn | router | ingress, router, status |
 | ``placements`` | zset, SESSION by time placed, ``INDEX_LENGTH`` | none, oldest removed | router | status |
 | ``session:SESSION`` | hash, counters of SessionUsage | ``SESSION_TTL_S`` after a turn | ingress | status |
 | ``turn-log`` | list of TurnRecord, newest first, ``TURN_LOG_LENGTH`` | ``LOG_TTL_S`` | ingress | trace record |

@@ -257,7 +257,7 @@ class MemoryStore:
             full_at_s[which] = full_s
         self._full_at_s.update({(turn.tenant_id, which): full_s for which, full_s in full_at_s.items()})
         turns[turn.turn_id] = now_s + turn.lease_s
-        return Admission(True)
+        return Admission(True, placement=await self.read_placement(turn.session_key))
 
     async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
         """See Store."""

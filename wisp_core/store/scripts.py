@@ -78,14 +78,39 @@ for i = 1, 2 do
 end
 redis.call('ZADD', KEYS[3], now + tonumber(ARGV[7]), ARGV[6])
 redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[7]) * 1000) + 1000)
-return {'', ''}
+return {'', '', redis.call('HGET', KEYS[4], 'placement')}
 """
 """Admit a turn against requests and tokens per minute and turns at once: all three or none.
 
 A bucket is kept as the time at which it will be full again; what is missing from it now is that time's distance.
-KEYS: requests bucket, tokens bucket, running turns. ARGV: now s, requests per minute, tokens per minute, tokens,
-most turns, turn id, lease s. Returns {'', ''} if admitted, else {limit, seconds to wait, '' if it can never be}.
-When a running turn will end is not known, so a full house says one second.
+KEYS: requests bucket, tokens bucket, running turns, the session's placement hash. ARGV: now s, requests per minute,
+tokens per minute, tokens, most turns, turn id, lease s. Returns {'', '', the placement's JSON or nil} if admitted, else
+{limit, seconds to wait, '' if it can never be}. When a running turn will end is not known, so a full house says one
+second.
+"""
+
+RECORD_TURN = """
+local at = 10
+for _ = 1, tonumber(ARGV[9]) do
+  redis.call('HINCRBYFLOAT', KEYS[1], ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+for i = at, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], 'replica_id', ARGV[3], 'last_turn_at_s', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+redis.call('EXPIRE', KEYS[3], ARGV[4])
+redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - tonumber(ARGV[5]))
+redis.call('LPUSH', KEYS[5], ARGV[6])
+redis.call('LTRIM', KEYS[5], 0, tonumber(ARGV[7]) - 1)
+redis.call('EXPIRE', KEYS[5], ARGV[8])
+return 1
+"""
+"""Add a turn to what its session and its tenant have used, and keep the session's placement alive.
+
+KEYS: session usage, tenant usage, placement hash, index of sessions, turn log. ARGV: session key, the turn's time in s,
+replica id, TTL of a session in s, longest index, TurnRecord JSON, longest log, TTL of the log in s, number of the
+session's counters, then each of these with its amount, then the tenant's. Returns 1.
 """
 
 SETTLE = """
