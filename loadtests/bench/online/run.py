@@ -61,8 +61,10 @@ def run_online(
 
     ``record``: a directory for a recording of each way, for `wisp simulate replay`.
     """
-    # A run that is ended stops its service in order: Ray and Valkey would outlive it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run that is ended stops its service in order: Ray and Valkey would outlive it. Shells start what runs in the
+    # background with SIGINT ignored.
+    for ended in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ended, signal.default_int_handler)
     write_tiny_model(directory / "model", config.model)
     trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
     with checked_start(of_service), Service(of_service) as service:
