@@ -256,6 +256,8 @@ def _speed_table(plan: Plan) -> Table:
         )
     for tokens, estimate in plan.first_tokens:
         table.add_row(f"time to first token of {tokens} new tokens, s", *_cells(estimate, 1, 2))
+    tokens, estimate = plan.fetch
+    table.add_row(f"KV of {tokens} tokens back from host memory (kv_host_bytes), s", *_cells(estimate, 1, 3))
     return table
 
 

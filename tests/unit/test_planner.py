@@ -133,6 +133,14 @@ def test_a_plan_holds_budget_and_floor() -> None:
     assert plan.chosen.mean_turn_s == min(option.mean_turn_s for option in plan.options)
 
 
+def test_a_prefix_comes_back_from_host_memory_at_the_speed_of_the_link() -> None:
+    plan = plan_for()
+    (tokens, fetched), (longest, computed) = plan.fetch, plan.first_tokens[-1]
+    assert tokens == longest
+    assert fetched.seconds == pytest.approx(tokens * QWEN.kv_token_bytes / plan.request.card.link_bytes_per_s)
+    assert fetched.low_s < fetched.seconds < fetched.high_s < computed.low_s
+
+
 def test_a_search_finds_the_fastest_split_of_all() -> None:
     engine = replayed_engine()
     fitting = Fitting(engine, generate(workflow("mixed_tenants", 80, max_context_tokens=512), seed=1))
