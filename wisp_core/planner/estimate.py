@@ -164,6 +164,13 @@ def decode_estimate(
     return Estimate(seconds=step.seconds, low_s=max(0.0, step.seconds - doubt_s), high_s=step.seconds + doubt_s)
 
 
+def fetch_estimate(layout: MemoryLayout, card: Card, *, tokens: int) -> Estimate:
+    """Time until the KV of so many tokens is back from host memory (``kv_host_bytes``)."""
+    seconds = tokens * layout.block_bytes / layout.block_tokens / card.link_bytes_per_s
+    doubt_s = seconds * card.link_error
+    return Estimate(seconds=seconds, low_s=seconds - doubt_s, high_s=seconds + doubt_s)
+
+
 def first_token_estimate(model: EngineModel, card: Card, *, cap: int, prompt_tokens: int) -> Estimate:
     """Time to first token of a prompt alone, nothing of it cached."""
     seconds = model.first_token_s(cap, prompt_tokens)

@@ -26,6 +26,7 @@ from wisp_core.planner.estimate import (
     Estimate,
     decode_estimate,
     engine_model,
+    fetch_estimate,
     first_token_estimate,
     memory_layout,
     other_bytes,
@@ -98,6 +99,8 @@ class Plan:
     """Every feasible split with the engine seconds per second that experts and KV cost there, ascending in cap."""
     first_tokens: tuple[tuple[int, Estimate], ...]
     """Time to first token by prompt length."""
+    fetch: tuple[int, Estimate]
+    """The longest of them, and how soon the KV of as many tokens is back from host memory."""
     model: EngineModel = field(repr=False)
     workload: str
 
@@ -208,6 +211,8 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
     if solution is None:
         raise ConfigurationError(_what_would_fit(request, choice, outside, floor_blocks=floor))
     costs = CostModel.from_snapshot(snapshot)
+    first_tokens = _first_tokens(request, model, solution.split.cap)
+    longest = first_tokens[-1][0]
     return Plan(
         request=request,
         choice=choice,
@@ -218,7 +223,8 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
         solution=solution,
         options=_options(request, model, trace, snapshot, solution.split),
         curve=tuple(_terms(costs, split) for split in feasible_splits(snapshot)),
-        first_tokens=_first_tokens(request, model, solution.split.cap),
+        first_tokens=first_tokens,
+        fetch=(longest, fetch_estimate(layout, request.card, tokens=longest)),
         model=model,
         workload=f"{trace.source}: {len(trace)} turns",
     )
