@@ -62,6 +62,7 @@ class PrefillJob(_Job):
     max_total_tokens: int = Field(description="Longer prompts together are left out.")
     repeats: int = Field(description="Runs of each kind that are timed, after one that is not.")
     enough_s: float = Field(description="No further run once they took so long; a single one is timed, though.")
+    first_session: int = Field(default=0, description="Session of the trace that the first prompt follows.")
     vocab_size: int
     seed: int
 

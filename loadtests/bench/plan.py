@@ -222,6 +222,8 @@ def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:
         max_total_tokens=max(config.prompt_tokens),
         repeats=config.repeats,
         enough_s=config.enough_s,
+        # Of those that decode in the largest batch only, which comes first: the last ones' experts are in the slots.
+        first_session=max(config.batches) - 1,
         vocab_size=model.shape.vocab_size,
         seed=_SEED,
     )

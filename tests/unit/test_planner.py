@@ -21,8 +21,9 @@ from services.config import ServiceConfig
 from wisp_core.allocation.solver import violations
 from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError
+from wisp_core.planner import estimate
 from wisp_core.planner.cards import H200, find_card
-from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
+from wisp_core.planner.estimate import IN_PLACE_TOKENS, EngineChoice, engine_model, memory_layout, other_bytes
 from wisp_core.planner.fit import Fitting, observe
 from wisp_core.planner.model_shape import ModelShape, read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan
@@ -86,6 +87,11 @@ def test_time_to_first_token_is_predicted_within_15_percent(row: dict[str, Any])
     # Prompts that come together share passes; the last of them has its token when all are done.
     predicted_s = engine.first_token_s(row["cap"], row["batch"] * row["prompt_tokens"])
     assert predicted_s * 1e3 == pytest.approx(row["last_first_token_ms"], rel=0.15)
+
+
+def test_prompts_are_read_in_place_up_to_the_pager_s_length() -> None:
+    runner = Path(estimate.__file__).parents[1] / "pager" / "device" / "layer_runner.py"  # whose import takes seconds
+    assert f"MAX_ROWS_IN_PLACE = {IN_PLACE_TOKENS}\n" in runner.read_text()
 
 
 def memory_rows() -> list[dict[str, Any]]:

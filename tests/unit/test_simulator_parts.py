@@ -40,6 +40,17 @@ def test_a_topic_that_comes_back_finds_less_the_more_others_have_run() -> None:
     assert curves.comeback_misses(8, 32) == 0
 
 
+def test_a_prompt_misses_less_than_the_share_of_experts_without_a_slot() -> None:
+    curves = replay_curves(MODEL, max_batch=2)
+    for tokens in (1, 8, 48, 5000):
+        missed = [curves.missed_by_prompt(tokens, cap, MODEL.top_k) for cap in range(33)]
+        assert np.all(np.diff(missed) <= 0)
+        assert missed[32] == 0
+        assert missed[16] <= missed[0] / 2, "what lies in the slots is what prompts need too"
+    assert curves.missed_by_prompt(1, 0, MODEL.top_k) == MODEL.top_k
+    assert curves.missed_by_prompt(5000, 0, MODEL.top_k) == pytest.approx(32, abs=0.5)
+
+
 def test_the_two_rules_of_overflow_agree_where_a_step_fits() -> None:
     in_place, by_row = (
         np.array(

@@ -29,6 +29,10 @@ DECODE_STRETCH = 1.05
 """Time of a decode step's copies over their time at the link's full speed."""
 PASS_STRETCH = 1.045
 """The same of a prefill pass, whose copies are large."""
+IN_PLACE_TOKENS = 128
+"""Passes of up to so many tokens read missing experts where they lie, as the pager does."""
+IN_PLACE_STRETCH = 1.17
+"""Time of those reads over the link's: 47 of 55 GB/s."""
 EAGER_LAYER_S = 1e-3
 """Of a prefill pass per layer: launched kernel by kernel."""
 FLOPS_SHARE = 0.3
@@ -136,6 +140,8 @@ def engine_model(
         is_pass_overlapped=True,
         stretch=DECODE_STRETCH,
         pass_stretch=PASS_STRETCH,
+        in_place_tokens=IN_PLACE_TOKENS,
+        in_place_stretch=IN_PLACE_STRETCH,
         # 16 ms for 512 MiB, 154 ms for 3.25 GB: what moving pages took on an H200.
         resize_s=0.01,
         resize_s_per_byte=4.5e-11,

@@ -28,8 +28,8 @@ class EngineModel:
         prefill pass = compute(pass + tokens · token) and copies(misses · expert_bytes / B · stretch), the longer of
                        the two where they overlap, else their sum
 
-    A prefill needs as many experts of a layer as the curves say for its tokens, of which the share ``1 - C/E`` is in no
-    slot, unless ``pass_misses_by_cap`` says what was measured.
+    A prefill misses as many experts of a layer as the curves say for its tokens, and where passes of more than
+    ``in_place_tokens`` stream what has no slot, all of that; unless ``pass_misses_by_cap`` says what was measured.
     """
 
     name: str
@@ -55,6 +55,10 @@ class EngineModel:
     """Time of a decode step's copies in the engine over their time on the bare link."""
     pass_stretch: float | None = None
     """The same of a prefill pass; None: as in decode steps."""
+    in_place_tokens: int | None = None
+    """Passes of up to so many tokens read missing experts where they lie, as they need them; None: all do."""
+    in_place_stretch: float | None = None
+    """The stretch of those; None: of all passes."""
     turn_s: float = 0.0
     """What a turn costs outside the engine: HTTP, placement, tokenization."""
     resize_s: float = 0.01
@@ -67,10 +71,11 @@ class EngineModel:
         """Seconds of one missed expert of one layer."""
         return self.layout.expert_bytes / self.link_bytes_per_s * self.stretch
 
-    @property
-    def pass_copy_s(self) -> float:
-        """The same where a prefill pass misses it."""
+    def pass_copy_s(self, tokens: int) -> float:
+        """The same where a prefill pass over ``tokens`` prompt tokens misses it."""
         stretch = self.stretch if self.pass_stretch is None else self.pass_stretch
+        if self.in_place_stretch is not None and self._is_in_place(tokens):
+            stretch = self.in_place_stretch
         return self.layout.expert_bytes / self.link_bytes_per_s * stretch
 
     def largest_split(self, cap: int) -> Split:
@@ -95,8 +100,9 @@ class EngineModel:
             per_token = self.pass_misses_per_token_by_cap
             return self.pass_misses_by_cap[cap] + (per_token[cap] * tokens if per_token is not None else 0.0)
         layout = self.layout
-        share = self.curves.needed_share(tokens, layout.top_k)
-        return layout.num_layers * share * (layout.num_experts - cap)
+        if not self._is_in_place(tokens):
+            return float(layout.num_layers * (layout.num_experts - cap))
+        return layout.num_layers * self.curves.missed_by_prompt(tokens, cap, layout.top_k)
 
     def pass_compute_s(self, tokens: int) -> float:
         """Seconds of a pass without copies."""
@@ -104,7 +110,7 @@ class EngineModel:
 
     def prefill_pass_s(self, cap: int, tokens: int) -> float:
         """Seconds of one pass over ``tokens`` prompt tokens."""
-        copies_s, compute_s = self.pass_misses(cap, tokens) * self.pass_copy_s, self.pass_compute_s(tokens)
+        copies_s, compute_s = self.pass_misses(cap, tokens) * self.pass_copy_s(tokens), self.pass_compute_s(tokens)
         return max(copies_s, compute_s) if self.is_pass_overlapped else copies_s + compute_s
 
     def first_token_s(self, cap: int, prompt_tokens: int) -> float:
@@ -112,6 +118,9 @@ class EngineModel:
         whole, rest = divmod(prompt_tokens, self.pass_tokens)
         seconds = whole * self.prefill_pass_s(cap, self.pass_tokens)
         return self.turn_s + seconds + (self.prefill_pass_s(cap, rest) if rest else 0.0)
+
+    def _is_in_place(self, tokens: int) -> bool:
+        return self.in_place_tokens is None or tokens <= self.in_place_tokens
 
     def with_link(self, factor: float) -> EngineModel:
         """The same on a link of ``factor`` times the speed."""

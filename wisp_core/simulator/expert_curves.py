@@ -26,7 +26,7 @@ _COUNTED_TOKENS = 512
 _LEAST_STEPS = 48
 _AWAY_STEPS = 48  # of each topic in between, and of the one that comes back
 _COMEBACKS = 4
-_COVERAGE_DOUBLINGS = 10
+_PROMPT_DOUBLINGS = 10
 _MAX_BATCH = 64
 _MAX_AWAY = 8
 _LEAST_NOISE = 1e-30
@@ -134,7 +134,7 @@ class ExpertCurves:
         distinct: FloatArray,
         away: Sequence[int],
         comeback: FloatArray,
-        coverage: Sequence[float] = (),
+        prompt_misses: FloatArray | None = None,
     ) -> None:
         """Take over what was measured; grids ascend from 1.
 
@@ -145,11 +145,12 @@ class ExpertCurves:
             distinct: different experts of a step, [batches, topics].
             away: topics that ran in between.
             comeback: copies beyond the usual that a topic costs when it comes back after them, [away, E + 1].
-            coverage: share of a layer's experts that 1, 2, 4, ... tokens of a session need together.
+            prompt_misses: experts of a layer that the first 1, 2, 4, ... tokens of a prompt need and that are not among
+                the last used, by how many of those there are, [doublings, E + 1]; None: all experts taken as alike.
         """
         self.batches, self.topics, self.away = tuple(batches), tuple(topics), tuple(away)
         self.misses, self.distinct, self.comeback = misses, distinct, comeback
-        self.coverage = tuple(coverage)
+        self.prompt_misses = prompt_misses
         self.num_experts = misses.shape[-1] - 1
         self._by_mix: dict[tuple[int, int], list[float]] = {}
 
@@ -176,14 +177,19 @@ class ExpertCurves:
         between: FloatArray = self.comeback[low] * (1 - share) + self.comeback[high] * share
         return between
 
-    def needed_share(self, tokens: int, top_k: int) -> float:
-        """Share of a layer's experts that ``tokens`` tokens of one prompt need; all taken as alike where unknown."""
-        if not self.coverage:
-            return float(1.0 - (1.0 - top_k / self.num_experts) ** tokens)
-        place = min(math.log2(tokens), len(self.coverage) - 1)
+    def missed_by_prompt(self, tokens: int, cap: int, top_k: int) -> float:
+        """Experts of a layer that ``tokens`` tokens of one prompt need and that ``cap`` slots do not hold.
+
+        Slots hold what was used last, so popular ones: fewer are missed than the share of experts without a slot.
+        """
+        if self.prompt_misses is None:
+            needed_share = 1.0 - (1.0 - top_k / self.num_experts) ** tokens
+            return float(needed_share * (self.num_experts - cap))
+        place = min(math.log2(tokens), len(self.prompt_misses) - 1)
         low = int(place)
-        high = min(low + 1, len(self.coverage) - 1)
-        return self.coverage[low] + (self.coverage[high] - self.coverage[low]) * (place - low)
+        high = min(low + 1, len(self.prompt_misses) - 1)
+        here, there = float(self.prompt_misses[low, cap]), float(self.prompt_misses[high, cap])
+        return here + (there - here) * (place - low)
 
     def scaled(self, factor: float) -> ExpertCurves:
         """The same with all misses times ``factor``: what a wrong curve would say."""
@@ -194,7 +200,7 @@ class ExpertCurves:
             self.distinct,
             self.away,
             self.comeback * factor,
-            self.coverage,
+            self.prompt_misses,
         )
 
     def _interpolated(self, table: FloatArray, batch: int, topics: int) -> FloatArray:
@@ -235,7 +241,7 @@ def replay_curves(model: RoutingModel, max_batch: int = _MAX_BATCH, max_topics: 
                 misses[b_index, t_index], distinct[b_index, t_index] = _steady(model, batch, num_topics)
     away = _powers_of_two(_MAX_AWAY)
     comebacks = _comebacks(model, away) * scale
-    return ExpertCurves(batches, topics, misses * scale, distinct * scale, away, comebacks, _coverage(model))
+    return ExpertCurves(batches, topics, misses * scale, distinct * scale, away, comebacks, _prompt_misses(model))
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -258,16 +264,25 @@ def _steady(model: RoutingModel, batch: int, num_topics: int) -> tuple[FloatArra
     return copies / counted_steps, distinct / counted_steps
 
 
-def _coverage(model: RoutingModel) -> list[float]:
-    """Share of a layer's experts that the first 1, 2, 4, ... tokens of a session need together."""
-    layers = min(model.layers, model.sampled_layers)
-    rows = _Rows(model, model.preferences(1, layers), np.random.default_rng((model.seed, 6)))
-    is_needed, shares = np.zeros((layers, model.experts), dtype=np.bool_), []
-    for token in range(1, 2**_COVERAGE_DOUBLINGS + 1):
+def _prompt_misses(model: RoutingModel) -> FloatArray:
+    """Experts of a layer that a prompt's first 1, 2, 4, ... tokens need beyond the last used, by both topics."""
+    replay = _Replay(model)
+    layers = len(replay.last_use)
+    preferences, rng = model.preferences(2, layers), np.random.default_rng((model.seed, 6))
+    before = _Rows(model, preferences, rng)
+    for _ in range(_SETTLE_TOKENS):
+        replay.step(before.next())
+    rank = np.empty(replay.last_use.shape, dtype=np.int64)
+    by_recency = np.argsort(-recency_keys(replay.last_use), axis=1)
+    np.put_along_axis(rank, by_recency, np.arange(model.experts)[None], axis=1)
+    rows, misses = _Rows(model, preferences[[1]], rng), []
+    is_needed = np.zeros(rank.shape, dtype=np.bool_)
+    for token in range(1, 2**_PROMPT_DOUBLINGS + 1):
         np.put_along_axis(is_needed, rows.next()[0], True, axis=1)
         if token & (token - 1) == 0:
-            shares.append(float(is_needed.mean()))
-    return shares
+            counts = np.bincount(rank[is_needed], minlength=model.experts + 1)
+            misses.append(np.cumsum(counts[::-1])[::-1] / layers)
+    return np.stack(misses)
 
 
 def _comebacks(model: RoutingModel, away: Sequence[int]) -> FloatArray:

@@ -241,7 +241,7 @@ class Replica:
                 break
         seconds = self.model.prefill_pass_s(self.cap, tokens)
         misses = self.model.pass_misses(self.cap, tokens)
-        self.totals.add_pass(tokens, misses, misses * self.model.pass_copy_s, seconds)
+        self.totals.add_pass(tokens, misses, misses * self.model.pass_copy_s(tokens), seconds)
         return seconds
 
     def _end_pass(self, now_s: float) -> None:

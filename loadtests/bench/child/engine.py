@@ -123,10 +123,11 @@ def generate(
     num_tokens: int,
     run: str,
     *,
+    first_session: int = 0,
     cache_salt: str | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> Generation:
-    """Answer all prompts; request i follows session i of the trace.
+    """Answer all prompts; request i follows session ``first_session + i`` of the trace.
 
     Sampled at temperature 1 with a seed each: greedy answers of random weights repeat one token and would hide errors.
     """
@@ -143,7 +144,7 @@ def generate(
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        name = request_id(index, run)
+        name = request_id(first_session + index, run)
         engine.add_request(name, {"prompt_token_ids": prompt, **salt}, params)
         index_of[name] = index
     gc.collect()

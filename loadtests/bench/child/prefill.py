@@ -92,8 +92,9 @@ def _hit_rates(bench: Bench, job: PrefillJob) -> Row:
 
 
 def _ask(bench: Bench, job: PrefillJob, batch: int, prompt_tokens: int, num_tokens: int, run: str) -> Generation:
-    prompts = [make_prompt(session, prompt_tokens, job.vocab_size, job.seed) for session in range(batch)]
-    generation = generate(bench.llm, prompts, num_tokens, run)
+    sessions = range(job.first_session, job.first_session + batch)
+    prompts = [make_prompt(session, prompt_tokens, job.vocab_size, job.seed) for session in sessions]
+    generation = generate(bench.llm, prompts, num_tokens, run, first_session=job.first_session)
     synchronize()
     return generation
 
