@@ -98,8 +98,8 @@ def test_turns_are_played_while_a_policy_moves_the_split_and_a_way_may_be_cut(tm
     assert online["resizes"] > 0
     assert line["failed_turns"] == 0
     for row in (online, static):
-        assert row["turns"] + row["cut_turns"] == 5
-        assert row["turns_per_s"] == pytest.approx(5 / row["makespan_s"])
+        assert row["turns"] + row["cut_turns"] == 13  # a turn for each client of each phase, at least
+        assert row["turns_per_s"] == pytest.approx(13 / row["makespan_s"])
         assert row["is_ended"] or row["makespan_s"] >= 4
 
 
