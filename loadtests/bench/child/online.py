@@ -92,7 +92,9 @@ class _Way:
         """Play all turns, from ``start`` and with nothing cached."""
         engine, job = self._engine, self._job
         engine.llm.reset_prefix_cache()
-        move(engine, start)
+        reached = move(engine, start)
+        if reached.after != start:
+            raise RuntimeError(f"cap {start.cap} was not reached: {reached.outcome.value}: {reached.reason}")
         before, since_s = engine.snapshot(), time.time()
         loop = ClosedLoop(
             engine.llm,

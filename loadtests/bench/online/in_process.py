@@ -37,7 +37,7 @@ class InProcessConfig:
 def in_process_h200() -> InProcessConfig:
     """A 30B-A3B shape in 24 GB; passes as in ``infra/serve/gpu.yaml``."""
     engine = _with_lengths(gpu_engine("qwen3-30b-a3b", kv_bytes=0), max_model_len=32768, pass_tokens=4096)
-    return InProcessConfig(engine=engine, vram_budget_bytes=24 * 10**9, max_context_tokens=32768, caps=(10, 13, 20, 33))
+    return InProcessConfig(engine=engine, vram_budget_bytes=24 * 10**9, max_context_tokens=32768, caps=(10, 13, 20, 30))
 
 
 def in_process_cpu() -> InProcessConfig:
