@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import Split
-from wisp_core.simulator.replica import Totals
+from wisp_core.simulator.totals import Totals
 from wisp_core.simulator.trace import Trace
 
 FloatArray = npt.NDArray[np.float64]
