@@ -1,4 +1,4 @@
-"""An application of nothing but Serve: an ingress that streams from one replica by handle, as a turn does.
+"""An application of nothing but Serve: an ingress that streams from one replica by handle, as a turn does, set as ours.
 
 ``wisp bench overhead`` measures it, and the same answer without Serve, to tell what Serve takes by itself.
 """
@@ -10,6 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from ray import serve
+
+from services.environment import ingress_environment
+from services.ingress.replicas import by_message
 
 ROUTE = "/bare"
 _NAME = "bare"
@@ -28,7 +31,7 @@ class BareIngress:
     """Passes a body on."""
 
     def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas
+        self._replicas = by_message(replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the app of this process."""
@@ -56,5 +59,9 @@ def echo_app() -> FastAPI:
 def start() -> None:
     """Add the application to the Serve instance that runs."""
     echo = serve.deployment(Echo, name="Echo", max_ongoing_requests=64, ray_actor_options={"num_cpus": 0.1})
-    ingress = serve.deployment(BareIngress, name="BareIngress", ray_actor_options={"num_cpus": 0.1})
+    ingress = serve.deployment(
+        BareIngress,
+        name="BareIngress",
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ingress_environment()}},
+    )
     serve.run(ingress.bind(echo.bind()), name=_NAME, route_prefix=ROUTE)

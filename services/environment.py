@@ -14,6 +14,11 @@ _RAY = {
     # Ray would hide the GPUs of a process that asks for none, and warns that it does.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_INGRESS = {
+    # One event loop for Serve, its router and the app, which would else hand each turn from thread to thread.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -49,6 +54,11 @@ def engine_environment(*, is_cpu: bool, is_local_model: bool, extra: Mapping[str
     """Variables of a process that runs vLLM: defaults, then the operator's environment, then ``extra``."""
     defaults = _VLLM | (_VLLM_CPU if is_cpu else {}) | (_OFFLINE if is_local_model else {})
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | dict(extra or {})
+
+
+def ingress_environment() -> dict[str, str]:
+    """Variables of every ingress; what the operator has set stays."""
+    return {name: os.environ.get(name, value) for name, value in _INGRESS.items()}
 
 
 def replica_environment(config: ServiceConfig) -> dict[str, str]:

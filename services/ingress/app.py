@@ -12,13 +12,14 @@ from ray.serve.handle import DeploymentHandle
 
 from services.background import BackgroundTasks
 from services.config import ServiceConfig
+from services.environment import ingress_environment
 from services.ingress.admin import TenantAdmin
 from services.ingress.cluster import Cluster
 from services.ingress.gateway import Gateway
 from services.ingress.http import build_app
 from services.ingress.limits import TurnLimiter
 from services.ingress.metrics import IngressMetrics
-from services.ingress.replicas import ReplicaClient
+from services.ingress.replicas import ReplicaClient, by_message
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import ServiceSecrets, tenant_specs
 from services.store_address import StoreAddress
@@ -58,8 +59,8 @@ class Ingress:
             tenants=directory,
             store=self._store,
             limiter=limiter,
-            replicas=ReplicaClient(replicas),
-            dedicated={tenant_id: ReplicaClient(handle) for tenant_id, handle in dedicated.items()},
+            replicas=ReplicaClient(by_message(replicas)),
+            dedicated={tenant_id: ReplicaClient(by_message(handle)) for tenant_id, handle in dedicated.items()},
             metrics=IngressMetrics(self._telemetry),
         )
         cluster = Cluster(
@@ -127,7 +128,7 @@ def build_ingress(
         max_ongoing_requests=4096,
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.replica.graceful_shutdown_timeout_s,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ingress_environment()}},
     )
     return deployment.bind(
         config.model_dump(mode="json"),

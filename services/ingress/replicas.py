@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from grpc.aio import AioRpcError  # type: ignore[import-untyped]
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -27,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 RETRY_PAUSE_S = 0.05
-END_DELAY_S = 0.02
+END_DELAY_S = 0.005
 """Time after a whole answer at which the end of its call is taken note of."""
 
-LOST = (RayActorError, EngineUnavailableError)
-"""The replica, or its engine, is gone."""
+LOST = (RayActorError, EngineUnavailableError, AioRpcError)
+"""The replica, or its engine, is gone; or it has ended a call of its own accord, as it does when it stops."""
 
 
 class ReplicaStream(Protocol):
@@ -173,9 +174,17 @@ class ReplicaClient:
         return Answer(head["status"], head["headers"], head.get("replica_id", ""), stream, first)
 
 
+def by_message(handle: Any) -> Any:
+    """``handle`` with its calls sent by Serve's own messages (gRPC) and not as tasks of Ray, which take longer.
+
+    Replicas listen for them in any case, and answer those that have this service's token (Ray's).
+    """
+    return handle.options(_by_reference=False)
+
+
 async def _drained(stream: ReplicaStream) -> None:
     await asyncio.sleep(END_DELAY_S)  # The answer goes out first.
-    with contextlib.suppress(EngineUnavailableError, RayError):  # the answer is complete, whatever comes after it
+    with contextlib.suppress(*LOST, RayError):  # the answer is complete, whatever comes after it
         async for _ in stream:
             pass
 
