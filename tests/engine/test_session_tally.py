@@ -109,6 +109,9 @@ class Rows:
     def __init__(self, owners: dict[int, str]) -> None:
         self._owners = owners
 
+    def request_ids(self) -> list[str]:
+        return list(self._owners.values())
+
     def decode_rows(self) -> list[DecodeRow]:
         return [DecodeRow(row, key) for row, key in self._owners.items()]
 

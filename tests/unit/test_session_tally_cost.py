@@ -22,6 +22,9 @@ class Rows:
     def __init__(self, *sessions: str) -> None:
         self._sessions = sessions
 
+    def request_ids(self) -> list[str]:
+        return list(self._sessions)
+
     def decode_rows(self) -> list[DecodeRow]:
         return [DecodeRow(row, key) for row, key in enumerate(self._sessions)]
 
@@ -50,6 +53,24 @@ def test_chunks_add_up_to_what_rows_used() -> None:
     assert (a.decode_tokens, everyone.decode_tokens) == (FLUSH_ROWS + 5, 2 * (FLUSH_ROWS + 5))
     assert a.hits == a.lookups == a.decode_tokens * 2 * TOP_K
     assert np.corrcoef(unpack(a).ravel(), expected.ravel())[0, 1] > 0.9
+
+
+def test_a_step_that_breaks_off_is_not_counted() -> None:
+    tally = SessionTally(num_layers=2, num_experts=EXPERTS)
+    tally.begin_step(Rows("t/u/a"))  # type: ignore[arg-type]
+    tally.observe(0, np.zeros((1, TOP_K), dtype=np.int64), np.ones(EXPERTS, dtype=bool), is_prefill=False)
+    tally.end_step()
+    assert tally.export_touched() == []
+    step(tally, np.zeros((1, 2, TOP_K), dtype=np.int64), "t/u/a")
+    assert {signature.decode_tokens for signature in tally.export_touched()} == {1}
+
+
+def test_a_batch_that_changes_is_read_again() -> None:
+    tally, ids = SessionTally(num_layers=1, num_experts=EXPERTS), np.arange(TOP_K)[None, None].repeat(3, axis=0)
+    for sessions in (("t/u/a",), ("t/u/a", "t/u/b"), ("t/u/a", "t/u/b"), ("t/u/b",), ("t/u/b", "t/u/c", "t/u/a")):
+        step(tally, ids[: len(sessions)], *sessions)
+    found = {signature.key: signature.decode_tokens for signature in tally.export_touched()}
+    assert (found["t/u/a"], found["t/u/b"], found["t/u/c"], found["t/u"]) == (4, 4, 1, 9)
 
 
 def test_ids_are_not_kept_by_reference() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +40,9 @@ class SessionTally:
         self._rows: StepRows | None = None
         self._has_begun = False
         self._decode_rows: list[int] | slice | None = None
+        self._decoding: list[str] | None = None
+        """Requests of the last step, if each of them decoded, whose rows belong to ``_owners``."""
+        self._owners: list[str] = []
         self._prefill_rows: list[PrefillRows] = []
         self._kept = _KeptRows(*self._shape)
 
@@ -69,7 +71,7 @@ class SessionTally:
         if self._rows is None:
             return
         if not self._has_begun:
-            self._has_begun, self._decode_rows = True, self._begin_rows(self._rows)
+            self._has_begun, self._decode_rows = True, self._begin_rows(self._rows, is_prefill)
         for found in self._prefill_rows:
             self._tally.add_prefill(found.session_key, layer_index, topk_ids[found.start : found.stop])
         if self._decode_rows is not None:
@@ -82,24 +84,36 @@ class SessionTally:
         signatures = (self._tally.signature(key) for key in sorted(touched))
         return [signature for signature in signatures if signature is not None]
 
-    def _begin_rows(self, rows: StepRows) -> list[int] | slice | None:
+    def _begin_rows(self, rows: StepRows, is_prefill: bool) -> list[int] | slice | None:
         """Note who owns the rows; returns which ones decode."""
+        if not is_prefill and rows.request_ids() == self._decoding:
+            # Who decodes goes on to do so: mostly the batch is that of the step before.
+            self._kept.begin(self._owners)
+            return slice(len(self._owners))
+        self._decoding = None
         decode_rows = rows.decode_rows()
         self._prefill_rows = [found for found in rows.prefill_rows() if found.session_key]
         self._touched.update(found.session_key for found in self._prefill_rows)
         if not decode_rows:
             return None
-        self._kept.begin([found.session_key for found in decode_rows])
+        owners = [found.session_key for found in decode_rows]
+        self._kept.begin(owners)
         places = [found.row for found in decode_rows]
+        request_ids = rows.request_ids()
+        if len(owners) == len(request_ids):
+            self._decoding, self._owners = list(request_ids), owners
         return slice(len(places)) if places[-1] == len(places) - 1 else places
 
     def _count_kept(self) -> None:
         if not len(self._kept):
             return
+        total: dict[str, _Uses] = {}
         for session_key, uses in self._kept.take().items():
             for key in prefixes(session_key):
-                self._tally.add_counts(key, uses.counts, uses.num_rows, uses.hits)
-                self._touched.add(key)
+                total[key] = uses if key not in total else total[key].plus(uses)
+        for key, uses in total.items():
+            self._tally.add_counts(key, uses.counts, uses.num_rows, uses.hits)
+        self._touched.update(total)
 
 
 class _Uses(NamedTuple):
@@ -107,57 +121,66 @@ class _Uses(NamedTuple):
     num_rows: int
     hits: int
 
+    def plus(self, other: _Uses) -> _Uses:
+        return _Uses(self.counts + other.counts, self.num_rows + other.num_rows, self.hits + other.hits)
+
 
 class _KeptRows:
-    """Decode rows that are not counted yet. Kept in arrays that are there, so that a layer costs two copies."""
+    """Decode rows that are not counted yet. Kept as bytes, so that a layer costs two small copies and nothing else."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._shape = (num_layers, num_experts)
+        self._dtype: np.dtype[Any] = np.dtype(np.int64)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._owners: list[str] = []  # of all rows
         self._step_of: list[int] = []  # of all rows
-        self._start = 0  # first row of the step that runs
-        self._step = -1
-        self._ids = np.zeros((num_layers, 0, 0), dtype=np.int64)  # [L, rows, top-k]
-        self._was_resident = np.zeros((num_layers, FLUSH_ROWS, num_experts), dtype=np.bool_)  # [L, steps, E]
+        self._num_steps = 0
+        # By layer, a piece for each step: ids [rows, top-k], and which experts [E] were there.
+        self._ids: list[list[bytes]] = [[] for _ in range(self._shape[0])]
+        self._was_resident: list[list[bytes]] = [[] for _ in range(self._shape[0])]
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def begin(self, owners: list[str]) -> None:
-        """A step with a row of each of these sessions; fewer steps than ``FLUSH_ROWS`` are kept."""
-        self._start, self._step = len(self._owners), self._step + 1
+        """A step with a row of each of these sessions."""
         self._owners += owners
-        self._step_of += [self._step] * len(owners)
+        self._step_of += [self._num_steps] * len(owners)
+        self._num_steps += 1
 
     def add(self, layer_index: int, ids: npt.NDArray[np.integer], was_resident: npt.NDArray[np.bool_]) -> None:
         """The step's ids [rows, top-k] in one layer, and which experts [E] that layer had."""
-        if self._ids.shape[1] < len(self._owners):
-            self._grow(ids.shape[1])
-        self._ids[layer_index, self._start : len(self._owners)] = ids
-        self._was_resident[layer_index, self._step] = was_resident
+        self._dtype = ids.dtype
+        self._ids[layer_index].append(ids.tobytes())
+        self._was_resident[layer_index].append(was_resident.tobytes())
 
     def take(self) -> dict[str, _Uses]:
         """Uses of each session, and begin anew."""
-        ids = self._ids[:, : len(self._owners)]
-        layers = np.arange(self._shape[0])[:, None, None]
-        hits = self._was_resident[layers, np.array(self._step_of, dtype=np.intp)[None, :, None], ids]
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, owner in enumerate(self._owners):
-            places[owner].append(place)
-        self._owners, self._step_of, self._start, self._step = [], [], 0, -1
+        owners, step_of, num_steps = self._owners, self._step_of, self._num_steps
+        all_ids, all_resident = self._ids, self._was_resident
+        self._begin_anew()
+        if any(len(pieces) != num_steps for pieces in all_ids):
+            return {}  # A step broke off: whose rows are whose cannot be told any more.
+        num_layers, num_experts = self._shape
+        ids = _joined(all_ids, self._dtype).reshape(num_layers, len(owners), -1)
+        was_resident = _joined(all_resident, np.dtype(np.bool_)).reshape(num_layers, num_steps, num_experts)
+        layers = np.arange(num_layers)[:, None, None]
+        hits = was_resident[layers, np.array(step_of, dtype=np.intp)[None, :, None], ids].sum(axis=(0, 2))
+        places: dict[str, int] = {}
+        place_of = np.array([places.setdefault(owner, len(places)) for owner in owners], dtype=np.intp)
+        flat = (place_of[None, :, None] * num_layers + layers) * num_experts + ids
+        counts = np.bincount(flat.reshape(-1), minlength=len(places) * num_layers * num_experts)
+        counts = counts.reshape(-1, num_layers, num_experts)
+        num_rows, num_hits = np.bincount(place_of), np.bincount(place_of, hits)
         return {
-            owner: _Uses(self._counts(ids[:, own]), len(own), int(hits[:, own].sum())) for owner, own in places.items()
+            owner: _Uses(counts[place], int(num_rows[place]), int(num_hits[place])) for owner, place in places.items()
         }
 
-    def _grow(self, top_k: int) -> None:
-        kept = self._ids
-        self._ids = np.zeros((self._shape[0], len(self._owners) + FLUSH_ROWS, top_k), dtype=np.int64)
-        self._ids[:, : kept.shape[1], : kept.shape[2]] = kept
 
-    def _counts(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        num_layers, num_experts = self._shape
-        flat = ids.reshape(num_layers, -1) + np.arange(num_layers)[:, None] * num_experts
-        return np.bincount(flat.reshape(-1), minlength=num_layers * num_experts).reshape(self._shape)
+def _joined(pieces_of_layers: list[list[bytes]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(b"".join(piece for pieces in pieces_of_layers for piece in pieces), dtype)
 
 
 def prefixes(session_key: str) -> Iterator[str]:

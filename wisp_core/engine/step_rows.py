@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SESSION_ARG = "wisp_session"
 """Key in ``SamplingParams.extra_args`` (over HTTP: ``vllm_xargs``) that carries the namespaced session key."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """A row that computes one token of a request whose prompt is done."""
 
     row: int
     session_key: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRows:
+class PrefillRows(NamedTuple):
     """Rows that compute prompt tokens of one request; those found in the prefix cache are not computed."""
 
     start: int
@@ -43,20 +40,28 @@ class StepRows:
     def __init__(self, scheduler_output: Any, model_runner: Any) -> None:
         self._num_scheduled = scheduler_output.num_scheduled_tokens
         self._model_runner = model_runner
+        self._found: list[tuple[int, int, str, bool]] | None = None
+
+    def request_ids(self) -> list[str]:
+        """Requests of the batch, in its order; the list is vLLM's own and changes with the next step."""
+        found: list[str] = self._model_runner.input_batch.req_ids
+        return found
 
     def decode_rows(self) -> list[DecodeRow]:
         """Rows that compute one token of an answer."""
-        return [
-            DecodeRow(start, session_key) for start, _, session_key, is_prefill in self._requests() if not is_prefill
-        ]
+        return [DecodeRow(start, session_key) for start, _, session_key, is_prefill in self._all() if not is_prefill]
 
     def prefill_rows(self) -> list[PrefillRows]:
         """Rows that compute prompts."""
         return [
-            PrefillRows(start, stop, session_key)
-            for start, stop, session_key, is_prefill in self._requests()
-            if is_prefill
+            PrefillRows(start, stop, session_key) for start, stop, session_key, is_prefill in self._all() if is_prefill
         ]
+
+    def _all(self) -> list[tuple[int, int, str, bool]]:
+        """The same as ``_requests``, read once."""
+        if self._found is None:
+            self._found = list(self._requests())
+        return self._found
 
     def _requests(self) -> Iterator[tuple[int, int, str, bool]]:
         """First row, end, session and kind of each request in the batch."""
