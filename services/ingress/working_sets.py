@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import is_not
 
 from wisp_core.contracts import Signature
 from wisp_core.errors import StoreUnavailableError
@@ -46,6 +47,22 @@ def _known(signature: Signature, top_k: int, now_s: float) -> _Known:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """What to expect of a turn, and from what."""
+
+    found: Sequence[_Known]
+    uses: Uses | None
+
+
+def _expected(found: Sequence[_Known]) -> Uses | None:
+    # A prompt tells of the session that it begins, and of nothing else.
+    steps = [*(one.decode for one in found[:-1]), found[-1].prefill, found[-1].decode]
+    rates = predict(evidence for evidence in steps if evidence is not None)
+    scale = next((one.scale for one in found if one.decode or one.prefill), 1.0)
+    return None if rates is None else Uses(rates, scale)
+
+
 class WorkingSets:
     """One process's memory of signatures. All methods run in one event loop."""
 
@@ -53,6 +70,7 @@ class WorkingSets:
         """Nothing is read before it is asked for."""
         self._store = store
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._expected: OrderedDict[str, _Expected] = OrderedDict()
 
     async def expect(self, keys: Sequence[str], top_k: int) -> Uses | None:
         """The working set to expect under ``keys``, ordered from the most general to the turn's session.
@@ -64,12 +82,15 @@ class WorkingSets:
             with contextlib.suppress(StoreUnavailableError):
                 await self._read(keys, top_k, now_s)
         found = [self._known.get(key, _NOTHING) for key in keys]
-        # A prompt tells of the session that it begins, and of nothing else.
-        prefill = found[-1].prefill if found else None
-        steps = [*(one.decode for one in found[:-1]), prefill, *(one.decode for one in found[-1:])]
-        rates = predict(evidence for evidence in steps if evidence is not None)
-        scale = next((one.scale for one in found if one.decode or one.prefill), 1.0)
-        return None if rates is None else Uses(rates, scale)
+        if not found:
+            return None
+        before = self._expected.get(keys[-1])
+        if before is None or len(before.found) != len(found) or any(map(is_not, before.found, found)):
+            # The same until one of them is read again.
+            before = self._expected[keys[-1]] = _Expected(found, _expected(found))
+            if len(self._expected) > MAX_KEYS:
+                self._expected.popitem(last=False)
+        return before.uses
 
     async def _read(self, keys: Collection[str], top_k: int, now_s: float) -> None:
         signatures = await self._store.read_signatures(keys)

@@ -61,9 +61,12 @@ def _by_score(request: RoutingRequest, fleet: Fleet, candidates: Mask, home: int
     tokens = output_tokens(request, weights)
     known_costs = costs(request, load, tokens=tokens, missing_tokens=float(request.prompt_tokens))
     ties = hash_fractions(request.session_key, fleet.hashes)
-    total_s = known_costs.total_s + sketched_experts_s(request.uses, fleet, tokens) + weights.tie_s * ties
-    # The home is always among them, so that its own load and costs are needed there only.
-    at = shortlist(total_s, candidates, weights.num_scored, home)
+    if len(fleet) <= weights.num_scored:
+        at = np.flatnonzero(candidates)
+    else:
+        total_s = known_costs.total_s + sketched_experts_s(request.uses, fleet, tokens) + weights.tie_s * ties
+        # The home is always among them, so that its own load and costs are needed there only.
+        at = shortlist(total_s, candidates, weights.num_scored, home)
     turns, home_costs = load.turns[at], None
     if home is not None:
         home_load, home_costs = costs_at_home(request, fleet, home, tokens)

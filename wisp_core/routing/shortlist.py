@@ -22,9 +22,7 @@ def sketched_experts_s(uses: Uses | None, fleet: Fleet, tokens: int) -> Column:
 
 
 def shortlist(total_s: Column, candidates: Mask, num_scored: int, home: int | None) -> npt.NDArray[np.intp]:
-    """Positions of the candidates of least cost, and the home if it is one."""
-    if len(total_s) <= num_scored:
-        return np.flatnonzero(candidates)
+    """Positions of the candidates of least cost, and the home if it is one; of more than ``num_scored`` replicas."""
     eligible_s = np.where(candidates, total_s, np.inf)
     found = np.argpartition(eligible_s, num_scored - 1)[:num_scored]
     found = found[candidates[found]]
