@@ -109,7 +109,8 @@ class ReplicaSettings(Section):
     emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")
     co_schedule: bool = Field(
         default=False,
-        description="Hold turns back, up to 2 s, whose experts do not fit the slots beside those of running turns.",
+        description="Hold turns back whose experts do not fit the slots beside those of running turns: for as long as "
+        "eight turns usually take, 2 s at least and 30 s at most.",
     )
     num_cpus: float = Field(default=1.0, ge=0, description="Ray CPUs per replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; 0 on CPU.")

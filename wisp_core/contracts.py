@@ -164,12 +164,12 @@ class KvDemand(Value):
         default=0.0, ge=0, description="Tokens per second that preempted turns lost and have to compute again."
     )
     fetch_bytes_per_s: float = Field(
-        default=0.0, ge=0, description="Speed at which lost prefixes come back from a host tier; 0: there is none."
+        default=0.0,
+        ge=0,
+        description="Speed at which lost prefixes come back from a host tier; 0: none, or nothing was copied yet.",
     )
     fetched_tokens_per_s: float = Field(default=0.0, ge=0, description="Prefix tokens that came back from it.")
-    host_blocks: int | None = Field(
-        default=None, ge=0, description="Blocks that the host tier holds; None: as many as are ever missed."
-    )
+    host_blocks: int | None = Field(default=None, ge=0, description="Blocks that the host tier holds; None: no limit.")
     demand: tuple[DemandBin, ...] = Field(
         default=(), description="Blocks needed in full over time, ascending; empty: only the peak is known."
     )

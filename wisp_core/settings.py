@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wisp_core.errors import ConfigurationError
 
@@ -94,8 +94,15 @@ class WispSettings(BaseModel):
     drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
     co_schedule: bool = Field(
         default=False,
-        description="Hold turns back, up to 2 s, whose experts do not fit the slots beside those of running turns.",
+        description="Hold turns back whose experts do not fit the slots beside those of running turns: for as long as "
+        "eight turns usually take, 2 s at least and 30 s at most.",
     )
+
+    @model_validator(mode="after")
+    def _host_kv_is_of_a_budget(self) -> WispSettings:
+        if self.kv_host_bytes and self.vram_budget_bytes is None:
+            raise ValueError("kv_host_bytes needs vram_budget_bytes; a plain `vllm serve` has --kv-offloading-size")
+        return self
 
     @classmethod
     def from_additional_config(cls, additional_config: dict[str, Any]) -> WispSettings | None:

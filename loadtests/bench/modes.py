@@ -27,7 +27,7 @@ class Mode(StrEnum):
     PREFETCH_OFFLOAD = "prefetch_offload"
 
 
-class Return(StrEnum):
+class PrefixPlace(StrEnum):
     """Where the prefix of a session that comes back is."""
 
     RESIDENT = "resident"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from loadtests.bench.modes import BASELINES, Mode, Return
+from loadtests.bench.modes import BASELINES, Mode, PrefixPlace
 
 Row = dict[str, Any]
 
@@ -77,12 +77,12 @@ def return_summary(rows: Sequence[Row]) -> dict[str, Any]:
     for new_tokens in sorted({row["new_tokens"] for row in good}):
         found = {row["mode"]: row for row in good if row["new_tokens"] == new_tokens}
         by_tokens[str(new_tokens)] = {mode: row["first_token_ms"] for mode, row in found.items()}
-        if Return.FETCHED in found and Return.COMPUTED in found:
+        if PrefixPlace.FETCHED in found and PrefixPlace.COMPUTED in found:
             by_tokens[str(new_tokens)]["computed_over_fetched"] = (
-                found[Return.COMPUTED]["first_token_ms"] / found[Return.FETCHED]["first_token_ms"]
+                found[PrefixPlace.COMPUTED]["first_token_ms"] / found[PrefixPlace.FETCHED]["first_token_ms"]
             )
-        if Return.FETCHED in found and Return.RESIDENT in found:
-            equal.append(found[Return.FETCHED]["output_hashes"] == found[Return.RESIDENT]["output_hashes"])
+        if PrefixPlace.FETCHED in found and PrefixPlace.RESIDENT in found:
+            equal.append(found[PrefixPlace.FETCHED]["output_hashes"] == found[PrefixPlace.RESIDENT]["output_hashes"])
     return {"first_token_ms": by_tokens, "are_answers_equal": bool(equal) and all(equal)}
 
 

@@ -49,6 +49,7 @@ class ReplicaMetrics:
             ("budget", "By", "Budget that experts and KV share."),
             ("resident", "By", "Bytes of the pools' mappings that are resident."),
             ("healthy", "", "1 while the engine serves."),
+            ("fetched_tokens", "1/s", "Prefix tokens that come back from host memory (kv_host_bytes)."),
         ):
             meter.create_observable_gauge(f"wisp.replica.{name}", [self._observer(name)], unit=unit, description=text)
         for name, unit, text in (
@@ -117,6 +118,7 @@ def _gauge(snapshot: ReplicaSnapshot, name: str) -> float:
         "budget": snapshot.budget_bytes,
         "resident": snapshot.resident_bytes,
         "healthy": int(snapshot.is_healthy),
+        "fetched_tokens": snapshot.kv.fetched_tokens_per_s,
     }[name]
 
 

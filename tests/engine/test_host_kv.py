@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 
 from wisp_core.contracts import Outcome, Split
 from wisp_core.engine.arguments import paged_engine_args
-from wisp_core.engine.host_kv import HostKvMeter, blocks_to_copy, host_blocks, refuse_too_much
+from wisp_core.engine.host_kv import HostKvMeter, blocks_to_copy, check_holds_a_block, host_blocks, refuse_too_much
 from wisp_core.engine.offline import OfflineEngine, _run
 from wisp_core.errors import ConfigurationError, IntegrityError
 from wisp_core.settings import WispSettings
@@ -175,6 +175,17 @@ def test_host_memory_that_is_not_there_is_refused_with_a_size_that_fits() -> Non
         refuse_too_much(8 * MIB, available_bytes=7 * MIB, shared_bytes=9 * MIB)
     with pytest.raises(ConfigurationError, match=rf"{MIB} bytes free in /dev/shm, which a container's --shm-size"):
         refuse_too_much(8 * MIB, available_bytes=9 * MIB, shared_bytes=MIB)
+
+
+def test_less_than_a_block_is_refused() -> None:
+    check_holds_a_block(64 << 10, 64 << 10)
+    with pytest.raises(ConfigurationError, match="kv_host_bytes 65535 holds no KV block of 65536 bytes"):
+        check_holds_a_block((64 << 10) - 1, 64 << 10)
+
+
+def test_a_plain_server_is_told_of_vllm_s_own_option() -> None:
+    with pytest.raises(ConfigurationError, match=r"kv_host_bytes needs vram_budget_bytes.*--kv-offloading-size"):
+        WispSettings.from_additional_config({"wisp": {"cap": 16, "kv_host_bytes": 1 << 30}})
 
 
 @pytest.mark.parametrize(

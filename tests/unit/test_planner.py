@@ -94,6 +94,11 @@ def test_prompts_are_read_in_place_up_to_the_pager_s_length() -> None:
     assert f"MAX_ROWS_IN_PLACE = {IN_PLACE_TOKENS}\n" in runner.read_text()
 
 
+def test_a_card_s_page_is_that_of_the_memory() -> None:
+    memory = Path(estimate.__file__).parents[1] / "memory" / "cuda_vmm.py"  # which needs cuda.bindings
+    assert f"PAGE_GRANULES = {H200.page_bytes // (2 << 20)}\n" in memory.read_text()
+
+
 def memory_rows() -> list[dict[str, Any]]:
     rows = json.loads((RESULTS / "budget-h200.json").read_text())["rows"]
     return [row for row in rows if "error" not in row and row.get("measure", "memory") == "memory"]

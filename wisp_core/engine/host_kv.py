@@ -75,6 +75,15 @@ def host_blocks(kv_host_bytes: int, block_bytes: int) -> int:
     return kv_host_bytes // (-(-block_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)
 
 
+def check_holds_a_block(kv_host_bytes: int, block_bytes: int) -> None:
+    """Raises ConfigurationError unless ``kv_host_bytes`` hold a KV block of all layers."""
+    if not host_blocks(kv_host_bytes, block_bytes):
+        raise ConfigurationError(
+            f"kv_host_bytes {kv_host_bytes} holds no KV block of {block_bytes} bytes: set it higher, or to 0 to keep "
+            "no KV in host memory"
+        )
+
+
 def blocks_to_copy(scheduler: Any) -> set[int]:
     """Blocks out of use that a copy to host memory will still read.
 

@@ -42,9 +42,13 @@ class TurnMeter:
         self._block_tokens = block_tokens
         self._demand = DemandMeter(window_s=window_s, block_tokens=block_tokens, max_model_len=scheduler.max_model_len)
         self._pass_tokens = int(scheduler.max_num_scheduled_tokens)
-        block_bytes = scheduler.kv_cache_config.kv_cache_tensors[0].size // max_blocks if kv_host_bytes else 0
-        self._host_blocks = host_blocks(kv_host_bytes, block_bytes) if kv_host_bytes else None
-        self._host = HostKvMeter(token_bytes=block_bytes / block_tokens, window_s=window_s) if kv_host_bytes else None
+        self._host_blocks: int | None = None
+        self._host: HostKvMeter | None = None
+        if kv_host_bytes:
+            # Any tensor's ``size`` is that of the one allocation that all layers share.
+            block_bytes = scheduler.kv_cache_config.kv_cache_tensors[0].size // max_blocks
+            self._host_blocks = host_blocks(kv_host_bytes, block_bytes)
+            self._host = HostKvMeter(token_bytes=block_bytes / block_tokens, window_s=window_s)
         num_remembered = max(_REMEMBERED_POOLS * max_blocks, self._host_blocks or 0)
         self._reuse = PrefixReuse(
             max_blocks=num_remembered,

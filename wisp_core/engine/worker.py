@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from wisp_core.contracts import MemoryLayout, Signature
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
-from wisp_core.engine.host_kv import check_host_kv
+from wisp_core.engine.host_kv import check_holds_a_block, check_host_kv
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
 from wisp_core.engine.pooled_memory import PooledMemory
 from wisp_core.engine.reports import LayoutReport, PagerReport
@@ -83,10 +83,11 @@ class WispWorkerMixin:
         self._wisp_measured_other_bytes = dense_bytes + activation_bytes
         self._wisp_other_bytes = self._wisp_fixed_bytes(self._wisp_measured_other_bytes)
         self._wisp_budget_bytes = (settings.vram_budget_bytes or 0) - self._wisp_other_bytes
-        if settings.kv_host_bytes:
-            check_host_kv(settings.kv_host_bytes)
         specs = self.get_kv_cache_spec()
         group_blocks, block_bytes = block_group(specs, self._wisp_backing().page_bytes)
+        if settings.kv_host_bytes:
+            check_holds_a_block(settings.kv_host_bytes, block_bytes)
+            check_host_kv(settings.kv_host_bytes)
         group_bytes = group_blocks * block_bytes
         self._wisp_bypass_if_it_fits(group_blocks, group_bytes)
         experts_bytes = self._wisp_pager.experts_bytes_by_cap()[self._wisp_min_cap]

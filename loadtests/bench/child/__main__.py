@@ -26,7 +26,7 @@ from loadtests.bench.child.latency import run_latency
 from loadtests.bench.child.online import run_online
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
-from loadtests.bench.child.returning import run_return
+from loadtests.bench.child.session_return import run_return
 from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, OnlineJob, PrefillJob
 
 _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {

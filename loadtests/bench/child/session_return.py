@@ -10,7 +10,7 @@ from loadtests.bench.child.engine import Generation, engine_arguments, generate,
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.job import ReturnJob
-from loadtests.bench.modes import Return
+from loadtests.bench.modes import PrefixPlace
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.settings import WispSettings
 
@@ -28,7 +28,7 @@ def run_return(job: ReturnJob) -> Iterator[Row]:
     engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
     try:
         for new_tokens in job.new_tokens:
-            for mode in Return:
+            for mode in PrefixPlace:
                 row = _measure(engine, job, mode, new_tokens)
                 snapshot = engine.snapshot()
                 layout = snapshot.layout
@@ -45,7 +45,7 @@ def run_return(job: ReturnJob) -> Iterator[Row]:
         engine.shutdown()
 
 
-def _measure(engine: OfflineEngine, job: ReturnJob, mode: Return, new_tokens: int) -> Row:
+def _measure(engine: OfflineEngine, job: ReturnJob, mode: PrefixPlace, new_tokens: int) -> Row:
     """A session for each run; the first one warms up."""
     runs: list[Generation] = []
     missed_bytes = 0
@@ -70,7 +70,7 @@ def _measure(engine: OfflineEngine, job: ReturnJob, mode: Return, new_tokens: in
 
 
 def _come_back(
-    engine: OfflineEngine, job: ReturnJob, mode: Return, new_tokens: int, session: int
+    engine: OfflineEngine, job: ReturnJob, mode: PrefixPlace, new_tokens: int, session: int
 ) -> tuple[int, Generation]:
     """Expert bytes of a session's first turn, and its second one."""
     engine.settle()
@@ -81,8 +81,8 @@ def _come_back(
     first = generate(engine.llm, [prompt], job.answer_tokens, f"{name}-first")
     first_bytes = engine.snapshot().prefill.missed_bytes - before
     engine.settle()
-    if mode is not Return.RESIDENT:
+    if mode is not PrefixPlace.RESIDENT:
         # What others' turns leave of an idle session's prefix on the device: nothing.
-        engine.llm.reset_prefix_cache(reset_connector=mode is Return.COMPUTED)
+        engine.llm.reset_prefix_cache(reset_connector=mode is PrefixPlace.COMPUTED)
     said = make_prompt(_NEW + session, new_tokens, job.vocab_size, job.seed)
     return first_bytes, generate(engine.llm, [[*prompt, *first.tokens[0], *said]], job.answer_tokens, name)
