@@ -80,7 +80,9 @@ class FairTurns:
             self._num_bounded -= terms.kv_share < 1.0
             if self._num_turns[terms.tenant] <= 0:
                 del self._num_turns[terms.tenant]
-                self._share.forget_idle(self._num_turns)
+                # A turn may be aborted while its step is computed; who took part is still to be told what it took.
+                in_steps = frozenset[str]().union(*(step.active for step in self._steps))
+                self._share.forget_idle(in_steps.union(self._num_turns))
 
     def hide(self) -> list[Any]:
         """Before ``schedule``: put running turns off by one step and take waiting turns out.
