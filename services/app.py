@@ -107,7 +107,8 @@ class Service:
         Parts that differ are replaced one at a time, and drained before.
 
         Blocks until the new ones serve. Raises ConfigurationError: what cannot change is refused before anything does,
-        and if the new parts do not start, the old ones are back.
+        and if the new parts do not start, the old settings are back. Code that was edited stays edited: replicas that
+        were replaced already run it, the others go on with theirs.
         """
         config, password_file = _hide_redis_password(config)
         if changed := [name for name in FIXED if attrgetter(name)(config) != attrgetter(name)(self.config)]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import typer
 
 from loadtests.bench.report import result_path, write_result
 from loadtests.bench.runner import Measured
+from loadtests.service.results import command_line, merge_results
 from wisp_core.errors import ConfigurationError, WispError
 
 if TYPE_CHECKING:
@@ -136,15 +136,14 @@ def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: P
 
 
 def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
-    """One file of what several machines, or parts of one, have measured of ``base``; hardware is that of the first."""
+    """One file of what several machines, or parts of one, have measured of ``base``; each seed's routers on one."""
     from loadtests.placement.live import summarize
 
-    rows = [row for path in paths for row in _rows_of(path, base)]
-    first = json.loads(paths[0].read_text())
-    measured = Measured(rows=rows, hardware=first["hardware"], versions=first["versions"])
+    for path in paths:
+        _rows_of(path, base)
     path = (output or result_path(base.name, "cpu")).resolve()
-    write_result(path, base, first["command"], measured, summarize(rows))
-    typer.echo(json.dumps({"benchmark": base.name, "file": str(path)} | summarize(rows)))
+    summary = merge_results(path, paths, summarize, is_machine_shared=False)
+    typer.echo(json.dumps({"benchmark": base.name, "file": str(path)} | summary))
 
 
 def _rows_of(path: Path, base: LiveConfig) -> list[dict[str, Any]]:
@@ -184,7 +183,7 @@ def _write(
     from loadtests.bench.child.hardware import hardware, versions
 
     measured = Measured(rows=rows, hardware=hardware(), versions=versions())
-    write_result(path, config, "wisp bench " + shlex.join(sys.argv[1:]), measured, summarize(rows))
+    write_result(path, config, command_line(sys.argv[1:]), measured, summarize(rows))
 
 
 def _say(text: str) -> None:

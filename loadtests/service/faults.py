@@ -68,7 +68,8 @@ async def inject(
     Raises RuntimeError when it does not come back.
     """
     running.may_resend = kind == "ingress"
-    first, in_flight = len(running.turns), list(running.in_flight)
+    first, num_in_flight = len(running.turns), len(running.in_flight)
+    num_without_token = sum(not turn.tokens for turn in running.in_flight)
     began_s = time.monotonic()
     back = asyncio.create_task(asyncio.to_thread(upgrade if kind in UPGRADES else _kill, service, kind, chooser))
     await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
@@ -81,8 +82,8 @@ async def inject(
     row = {
         "kind": kind,
         "turns": len(turns),
-        "in_flight": len(in_flight),
-        "in_flight_without_token": sum(not turn.tokens for turn in in_flight),
+        "in_flight": num_in_flight,
+        "in_flight_without_token": num_without_token,
         "lost_turns": sum(turn.is_lost for turn in turns),
         "broken_streams": sum(turn.error is not None and bool(turn.tokens) for turn in turns),
         "sent_twice": sum(turn.attempts > 1 for turn in turns),
@@ -165,8 +166,8 @@ class Findings:
         """Add a fault."""
         self.rows.append(row)
         self.answers += answers
-        self._answers_path.write_text(json.dumps(self.answers))
         self._keep_rows(self.rows)
+        self._answers_path.write_text(json.dumps(self.answers))
 
     def rescore(self) -> None:
         """Add a row: how far the answers are from those of an engine with all experts."""
@@ -255,6 +256,7 @@ def summarize(rows: list[Row]) -> Row:
         "faults": {kind: sum(row["kind"] == kind for row in faults) for kind in kinds},
         "turns": sum(row["turns"] for row in faults),
         "turns_in_flight": sum(row["in_flight"] for row in faults),
+        "turns_in_flight_without_token": sum(row["in_flight_without_token"] for row in faults),
         "lost_turns": sum(row["lost_turns"] for row in faults),
         "broken_streams": sum(row["broken_streams"] for row in faults),
         "recovery_p50_s": {k: quantile([r["recovery_s"] for r in faults if r["kind"] == k], 0.5) for k in kinds},

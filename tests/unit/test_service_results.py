@@ -79,7 +79,14 @@ def test_a_run_that_was_cut_counts_once_its_answers_are_rescored(
 ) -> None:
     result = tmp_path / "faults-1.json"
     findings = faults.Findings(lambda rows: write_rows(result, rows), faults.answers_path(result))
-    row = {"kind": "engine", "turns": 9, "in_flight": 4, "lost_turns": 0, "broken_streams": 0}
+    row = {
+        "kind": "engine",
+        "turns": 9,
+        "in_flight": 4,
+        "in_flight_without_token": 1,
+        "lost_turns": 0,
+        "broken_streams": 0,
+    }
     findings.add({**row, "recovery_s": 3.0, "next_good_turn_s": 0.5}, [{"prompt": "a", "tokens": ["b"]}])
     findings.add({**row, "recovery_s": 5.0, "next_good_turn_s": 0.5}, [{"prompt": "c", "tokens": ["d"]}])
     rescored: list[str] = []
@@ -136,7 +143,12 @@ def test_a_process_is_named_by_its_part_of_the_service(command: list[str], name:
 
 
 def test_memory_of_broken_requests_is_told_before_all_are_sent() -> None:
-    row: dict[str, Any] = {"requests": 30, "failures": [], "resident_bytes_after_each_tenth": [100, 130, 140]}
+    row: dict[str, Any] = {
+        "requests": 30,
+        "num_failures": 0,
+        "failures": [],
+        "resident_bytes_after_each_tenth": [100, 130, 140],
+    }
     row["anonymous_bytes_after_each_tenth"] = {"Ingress": [60, 90, 90], "Replica": [40, 40, 50]}
     assert malformed.summarize(row)["growth_bytes"] == 40
     assert "growth_bytes_second_half" not in malformed.summarize(row)
