@@ -55,6 +55,7 @@ def test_a_fault_that_was_not_recovered_from_is_counted() -> None:
     good = {
         "turns": 9,
         "in_flight": 4,
+        "in_flight_without_token": 1,
         "lost_turns": 1,
         "broken_streams": 2,
         "recovery_s": 3.0,
