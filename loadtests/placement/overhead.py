@@ -26,9 +26,12 @@ from services.secret_files import read_or_create
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 Row = dict[str, Any]
+Call = Callable[[], Awaitable[Any]]
 
 SERVED_NAME = "tiny-moe"
 _WARM_UP = 50
+_BLOCK = 50
+"""Calls of one kind in a row."""
 _BODY = {"model": SERVED_NAME, "prompt": " a", "max_tokens": 1, "temperature": 0}
 
 
@@ -92,8 +95,8 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
         replica_id="direct",
     )
     try:
-        async with _listening(engine.app) as url:
-            rows = await _ask_both(config, url, {}, "direct")
+        async with _listening(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+            rows = await _timed(config.requests, _turns(client, "direct"))
     finally:
         await engine.shutdown()
     async with _listening(bare.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -122,37 +125,42 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
     key_file = service.config.tenants[0].key_file
     assert key_file is not None, "the bench writes its own tenant"
     headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
-    rows = await _ask_both(config, service.url, headers, "service")
-    async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+    async with (
+        httpx.AsyncClient(base_url=service.url, headers=headers, timeout=30) as client,
+        httpx.AsyncClient(base_url=service.url, timeout=30) as plain,
+    ):
 
         async def ask(method: str, path: str) -> None:
-            (await client.request(method, path, json=_BODY)).raise_for_status()
+            (await plain.request(method, path, json=_BODY)).raise_for_status()
 
-        calls = {"serve": lambda: ask("POST", f"{bare.ROUTE}/"), "serve_http": lambda: ask("GET", "/healthz")}
-        return rows + await _timed(config.requests, calls)
-
-
-async def _ask_both(config: OverheadConfig, url: str, headers: dict[str, str], path: str) -> list[Row]:
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
-
-        async def ask(fields: dict[str, Any]) -> None:
-            (await client.post("/v1/completions", json=fields)).raise_for_status()
-
-        calls = {path: lambda: ask(_BODY), f"{path}_stream": lambda: ask(_BODY | {"stream": True})}
-        return await _timed(config.requests, calls)
+        of_serve = {"serve": lambda: ask("POST", f"{bare.ROUTE}/"), "serve_http": lambda: ask("GET", "/healthz")}
+        return await _timed(config.requests, _turns(client, "service") | of_serve)
 
 
-async def _timed(requests: int, calls: Mapping[str, Callable[[], Awaitable[Any]]]) -> list[Row]:
+def _turns(client: httpx.AsyncClient, path: str) -> dict[str, Call]:
+    """A turn whole, and as a stream."""
+
+    async def ask(fields: dict[str, Any]) -> None:
+        (await client.post("/v1/completions", json=fields)).raise_for_status()
+
+    return {path: lambda: ask(_BODY), f"{path}_stream": lambda: ask(_BODY | {"stream": True})}
+
+
+async def _timed(requests: int, calls: Mapping[str, Call]) -> list[Row]:
     """A row for each kind of call, one call after the other, so that nothing waits for anything else.
 
-    The kinds take turns: whatever drifts on this machine drifts for all of them.
+    The kinds take turns, some calls at a time: whatever drifts on this machine drifts for all of them, and what one
+    leaves to be done after its answer is its own.
     """
     seconds: dict[str, list[float]] = {path: [] for path in calls}
-    for number in range(_WARM_UP + requests):
-        for path, call in calls.items():
-            began_s = time.perf_counter()
+    for call in calls.values():
+        for _ in range(_WARM_UP):
             await call()
-            if number >= _WARM_UP:
+    while any(len(taken) < requests for taken in seconds.values()):
+        for path, call in calls.items():
+            for _ in range(min(_BLOCK, requests - len(seconds[path]))):
+                began_s = time.perf_counter()
+                await call()
                 seconds[path].append(time.perf_counter() - began_s)
     return [
         {"path": path, "requests": requests}
