@@ -277,7 +277,10 @@ def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
 def online_jobs(config: InProcessConfig, model: Model) -> list[NamedJob]:
     """One engine that WiSP sizes, which plays the same turns in every way; the policy first, from a fresh engine."""
     arguments = config.engine.engine_args
-    engine = _with_graphs(config.engine, tuple(range(1, arguments["max_num_seqs"] + 1)))
+    ways = (*([None] if config.policy != "none" else []), *config.caps)
+    timeout_s = config.engine.timeout_s + len(ways) * config.deadline_s
+    engine = replace(config.engine, timeout_s=timeout_s)
+    engine = _with_graphs(engine, tuple(range(1, arguments["max_num_seqs"] + 1)))
     job = OnlineJob(
         engine=_sized_engine_job(engine, model, {}),
         wisp={
@@ -293,7 +296,7 @@ def online_jobs(config: InProcessConfig, model: Model) -> list[NamedJob]:
         max_context_tokens=config.max_context_tokens,
         time_scale=config.time_scale,
         num_topics=config.num_topics,
-        ways=(*([None] if config.policy != "none" else []), *config.caps),
+        ways=ways,
         policy=config.policy,
         epoch_s=config.epoch_s,
         deadline_s=config.deadline_s,

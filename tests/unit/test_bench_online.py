@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.bench.cli import main
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
 from loadtests.bench.online.figures import TurnFigures, compare, moves, quantile, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
@@ -73,12 +74,12 @@ def way(cap: int | None, turns_per_s: float, ttft_p95_s: float) -> dict[str, obj
 
 def test_online_is_compared_with_the_best_static_split() -> None:
     rows = [way(8, 1.0, 2.0), way(16, 2.0, 4.0), {"cap": 24, "error": "no"}, way(None, 2.2, 3.0)]
-    summary = compare(rows)
+    summary = compare(rows, "mv_wsa")
     assert summary["best_static_cap"] == 16
     assert summary["over_best_static"] == pytest.approx(1.1)
     assert summary["ttft_p95_over_best_static"] == pytest.approx(0.75)
     assert summary["static"] == {"8": 1.0, "16": 2.0}
-    assert "over_best_static" not in compare(rows[:2])
+    assert "over_best_static" not in compare(rows[:2], "mv_wsa")
 
 
 def test_a_way_that_was_cut_counts_with_the_bound_on_its_throughput() -> None:
@@ -92,9 +93,11 @@ def test_a_way_that_was_cut_counts_with_the_bound_on_its_throughput() -> None:
     assert turn_figures(turns, ("bursts",), num_planned=2, lasted_s=20.0)["makespan_s"] == 10.0, "a run that ended"
     assert [phase["name"] for phase in row["phases"]] == ["bursts"]
     cut = way(None, 9.0, 1.0) | {"cut_turns": 1}
-    assert "over_best_static" not in compare([way(8, 1.0, 2.0), cut]), "an online way must have run to its end"
+    assert "over_best_static" not in compare([way(8, 1.0, 2.0), cut], "mv_wsa"), (
+        "an online way must have run to its end"
+    )
     bound = way(8, 1.0, 2.0) | {"cut_turns": 4}
-    assert compare([bound, way(16, 0.5, 2.0)])["static_at_most"] == [8]
+    assert compare([bound, way(16, 0.5, 2.0)], "mv_wsa")["cut_static_caps"] == [8]
 
 
 def results_file(directory: Path, cap: int | None, **changes: object) -> Path:
@@ -113,10 +116,10 @@ def results_file(directory: Path, cap: int | None, **changes: object) -> Path:
 
 
 def test_ways_that_ran_apart_are_merged_into_one_file(tmp_path: Path) -> None:
-    files = [results_file(tmp_path, cap) for cap in (None, 16, 8)]
+    files = [results_file(tmp_path, cap) for cap in (16, None, 8)]
     result = merge(files, tmp_path / "merged.json")
     assert [row["cap"] for row in result.measured.rows] == [8, 16, None]
-    assert result.config.caps == (8, 16)
+    assert (result.config.caps, result.config.policy) == ((8, 16), "mv_wsa")
     assert result.summary["over_best_static"] == pytest.approx(1.5)
     assert json.loads((tmp_path / "merged.json").read_text())["summary"] == result.summary
 
@@ -133,6 +136,13 @@ def test_ways_on_other_turns_are_not_merged(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"config": {"caps": [1], "model": "x"}}')
     with pytest.raises(ConfigurationError, match="not a results file of this benchmark"):
         merge([tmp_path / "other.json"], tmp_path / "merged.json")
+
+
+@pytest.mark.parametrize("options", [["--model", "tiny"], ["--in-process", "--record", "rec"]])
+def test_options_of_the_other_form_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["online", *options])
+    assert options[-2] in capsys.readouterr().err
 
 
 def record_of(session: int, replica_id: str, at_s: float) -> TurnRecord:

@@ -157,6 +157,7 @@ def test_an_online_run_asks_the_policy_first_and_replays_every_context_of_the_30
     assert isinstance(job, OnlineJob)
     assert job.ways == (None, *config.caps)
     assert job.wisp["vram_budget_bytes"] == 24 * 10**9
+    assert job.engine.timeout_s > 5 * config.deadline_s
     assert job.trace is not None
     assert (job.trace.layers, job.trace.sessions) == (48, config.num_topics)
     sizes = job.engine.engine_args["compilation_config"]["cudagraph_capture_sizes"]  # type: ignore[index]

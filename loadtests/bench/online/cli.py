@@ -14,6 +14,7 @@ from loadtests.bench.configs import is_gpu_machine
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.runner import Measured, run_jobs
 from services.environment import prepare_driver
+from wisp_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from loadtests.bench.online.results import Result
@@ -60,6 +61,13 @@ def online(
     if caps is not None:
         changes["caps"] = () if caps == "none" else options.integers(caps)
     given = {name: value for name, value in changes.items() if value is not None} | {"policy": policy, "seed": seed}
+    of_one_engine = {
+        "--model": model,
+        "--vram-budget-gb": vram_budget_gb,
+        "--host-memory-gb": host_memory_gb,
+        "--log-dir": log_dir,
+    }
+    _refuse({"--record": record, "--work-dir": work_dir} if in_process else of_one_engine, in_process=in_process)
     if merge:
         result, path = _merged(merge, output)
     elif in_process:
@@ -72,6 +80,12 @@ def online(
     typer.echo(report.last_line(result.config, path, result.measured, result.summary))
     if any("error" in row for row in result.measured.rows):
         raise typer.Exit(1)
+
+
+def _refuse(others: dict[str, Any], *, in_process: bool) -> None:
+    """Raise ConfigurationError for options that only the other form has."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigurationError(f"{', '.join(given)}: not {'with' if in_process else 'without'} --in-process")
 
 
 def _merged(files: list[Path], output: Path | None) -> tuple[Result, Path]:

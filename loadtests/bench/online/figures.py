@@ -105,10 +105,11 @@ def moves(outcomes: Sequence[ResizeOutcome], since_s: float) -> list[Row]:
     ]
 
 
-def compare(rows: Sequence[Row], policy: str = "mv_wsa") -> Row:
+def compare(rows: Sequence[Row], policy: str) -> Row:
     """The online ``policy`` over the best static split: throughput, and whether p95 TTFT is no worse.
 
-    A static split that was cut counts with the bound on its throughput; an online one that was cut is not compared.
+    Rates of the splits in ``cut_static_caps`` are upper bounds, as those were cut; where the best one is among them,
+    ``over_best_static`` is a lower bound. An online run that was cut is not compared.
     """
     good = [row for row in rows if "error" not in row]
     static = [row for row in good if row["cap"] is not None]
@@ -116,7 +117,7 @@ def compare(rows: Sequence[Row], policy: str = "mv_wsa") -> Row:
         "failed_turns": sum(row["failed_turns"] for row in good),
         "cut_turns": sum(row["cut_turns"] for row in good),
         "static": {str(row["cap"]): round(row["turns_per_s"], 4) for row in static},
-        "static_at_most": [row["cap"] for row in static if row["cut_turns"]],
+        "cut_static_caps": [row["cap"] for row in static if row["cut_turns"]],
         "online": {row["policy"]: round(row["turns_per_s"], 4) for row in good if row["cap"] is None},
     }
     online = next((row for row in good if row["policy"] == policy and not row["cut_turns"]), None)

@@ -53,4 +53,4 @@ def _with_lengths(engine: EngineConfig, *, max_model_len: int, pass_tokens: int)
         "max_num_batched_tokens": pass_tokens,
         "enable_prefix_caching": True,
     }
-    return replace(engine, engine_args=engine.engine_args | arguments, timeout_s=900.0)
+    return replace(engine, engine_args=engine.engine_args | arguments)

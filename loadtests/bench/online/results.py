@@ -37,7 +37,7 @@ class Result:
 
 def result_of(config: AnyConfig, measured: Measured) -> Result:
     """With what the rows come to."""
-    return Result(config, measured, compare(measured.rows))
+    return Result(config, measured, compare(measured.rows, config.policy))
 
 
 def save(result: Result, path: Path, command: str) -> None:
@@ -65,7 +65,11 @@ def merge(files: Sequence[Path], path: Path) -> Result:
         (row for content in contents for row in content["rows"]),
         key=lambda row: (row["cap"] is None, row["cap"] or 0),
     )
-    config = replace(_config(first["config"]), caps=tuple(row["cap"] for row in rows if row["cap"] is not None))
+    config = replace(
+        _config(first["config"]),
+        caps=tuple(row["cap"] for row in rows if row["cap"] is not None),
+        policy=next((row["policy"] for row in rows if row["cap"] is None), "none"),
+    )
     commands = list(dict.fromkeys(content["command"] for content in contents))
     result = result_of(config, Measured(rows=rows, hardware=first["hardware"], versions=first["versions"]))
     save(result, path, "; ".join(commands))
