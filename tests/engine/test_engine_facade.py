@@ -269,7 +269,14 @@ def test_a_killed_engine_is_dead_at_once(live: Live) -> None:
             )
         )
         await asyncio.sleep(0.2)
+        # Stopped first, so that it dies while these wait for it: vLLM would leave them waiting.
+        os.kill(live.engine.engine_pids()[0], signal.SIGSTOP)
+        asked = [asyncio.create_task(live.engine.heartbeat(60.0)), asyncio.create_task(live.engine.snapshot())]
+        await asyncio.sleep(0.2)
         os.kill(live.engine.engine_pids()[0], signal.SIGKILL)
+        async with asyncio.timeout(10.0):
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [EngineUnavailableError] * 2
         return await turn
 
     assert live.run(scene())[0] == 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from typing import Any
 
 from vllm import LLM
@@ -23,6 +24,7 @@ from wisp_core.errors import EngineUnavailableError, IntegrityError
 
 COMMAND_TIMEOUT_S = 60.0
 """A command waits for the step that runs; one that waits longer than this waits for a hung engine."""
+DEATH_CHECK_PERIOD_S = 0.1
 
 
 class VllmControl(ABC):
@@ -144,16 +146,26 @@ class AsyncControl(VllmControl):
     async def _worker(self, method: str, *args: Any) -> Any:
         return (await self._call(method, self._llm.collective_rpc(method, args=args)))[0]
 
-    async def _call(self, name: str, call: Any) -> Any:
+    async def _call(self, name: str, call: Coroutine[Any, Any, Any]) -> Any:
         try:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                return await call
+                return await self._unless_dead(asyncio.ensure_future(call))
         except TimeoutError as error:
             raise EngineUnavailableError(f"{name}: no answer within {COMMAND_TIMEOUT_S:g} s") from error
         except EngineDeadError as error:
             raise EngineUnavailableError(f"{name}: the engine is dead") from error
         except Exception as error:
             raise CommandFailedError(f"{name}: {error}") from error
+
+    async def _unless_dead(self, answer: asyncio.Future[Any]) -> Any:
+        """The answer. Raises EngineDeadError: vLLM leaves whoever waits for an engine that dies meanwhile waiting."""
+        try:
+            while not (await asyncio.wait({answer}, timeout=DEATH_CHECK_PERIOD_S))[0]:
+                if self._llm.errored:
+                    raise EngineDeadError
+            return answer.result()
+        finally:
+            answer.cancel()
 
 
 class LocalControl(VllmControl):
