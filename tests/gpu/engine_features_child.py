@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from vllm import LLM, SamplingParams
 
+from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.weights import LOAD_FORMAT
 from loadtests.shapes import QWEN3_30B_A3B, write_shape
 from wisp_core.engine.offline import OfflineEngine
@@ -78,13 +79,12 @@ def signatures(engine: OfflineEngine) -> dict[str, list[int]]:
     return {one.key: [one.decode_tokens, one.lookups, one.hits] for one in found}
 
 
-def facts(engine: OfflineEngine) -> dict[str, Any]:
+def facts(engine: OfflineEngine, memory: GpuMemory) -> dict[str, Any]:
     """What a paged or bypassed engine says after its answers."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
     snapshot, pager = engine.snapshot(), current_pager()
     engine.check_integrity()
     return {
-        "used_bytes": total_bytes - free_bytes,
+        "peak_bytes": memory.peak_bytes(),
         "is_paged": snapshot.layout.is_paged,
         "decode": snapshot.decode.model_dump(),
         "signatures": signatures(engine) if pager is not None else {},
@@ -94,15 +94,22 @@ def facts(engine: OfflineEngine) -> dict[str, Any]:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    write_shape(Path(job["model"]), replace(QWEN3_30B_A3B, layers=4))
+    model = Path(job["model"])
+    if not (
+        model / "config.json"
+    ).exists():  # written again it would be another checkpoint, with a host copy of its own
+        write_shape(model, replace(QWEN3_30B_A3B, layers=4))
+    memory = GpuMemory()
     wisp = job["wisp"]
     settings = None if wisp is None else WispSettings(activation_bytes=1 << 30, host_memory_bytes=HOST_BYTES, **wisp)
     arguments = ARGUMENTS if wisp is not None else {**ARGUMENTS, **PLAIN}
+    if job["is_eager"]:
+        arguments = {**arguments, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
     started_s = time.perf_counter()
     engine = OfflineEngine(job["model"], arguments, settings)
     result: dict[str, Any] = {"start_s": time.perf_counter() - started_s, "answers": ask(engine.llm)}
     if wisp is not None:
-        result |= facts(engine)
+        result |= facts(engine, memory)
     engine.shutdown()
     sys.stdout.write("\n" + json.dumps(result) + "\n")
 

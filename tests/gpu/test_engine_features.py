@@ -47,8 +47,8 @@ def writer(model: str, store_dir: str) -> dict[str, Any]:
     return run(model, {"cap": 32, "vram_budget_bytes": BUDGET_BYTES, "host_store_dir": store_dir})
 
 
-def run(model: str, wisp: dict[str, Any] | None) -> dict[str, Any]:
-    command = [sys.executable, str(CHILD), json.dumps({"model": model, "wisp": wisp})]
+def run(model: str, wisp: dict[str, Any] | None, *, is_eager: bool = False) -> dict[str, Any]:
+    command = [sys.executable, str(CHILD), json.dumps({"model": model, "wisp": wisp, "is_eager": is_eager})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -72,9 +72,10 @@ def test_a_second_process_attaches_to_the_host_copy(
     assert counts["used"] > 0
 
 
-def test_an_engine_whose_host_memory_is_not_locked_answers_alike(model: str, resident: str) -> None:
+def test_an_engine_whose_host_memory_is_not_locked_answers_alike(model: str) -> None:
+    """It runs without graphs, and answers of vLLM with and without graphs differ by themselves."""
     unlocked = run(model, {"cap": 32, "vram_budget_bytes": BUDGET_BYTES, "lock_host_memory": False})
-    assert unlocked["answers"] == resident
+    assert unlocked["answers"] == run(model, None, is_eager=True)["answers"]
     assert unlocked["decode"]["hits"] > 0, "decode steps still take experts into slots"
 
 
@@ -83,7 +84,7 @@ def test_a_model_that_fits_is_not_paged(model: str, resident: str) -> None:
     bypassed = run(model, {"vram_budget_bytes": budget_bytes})
     assert not bypassed["is_paged"]
     assert bypassed["answers"] == resident
-    assert bypassed["used_bytes"] <= budget_bytes
+    assert 0 < bypassed["peak_bytes"] <= budget_bytes
     assert bypassed["decode"]["steps"] > 0
 
 

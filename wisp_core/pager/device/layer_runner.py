@@ -16,7 +16,8 @@ from wisp_core.pager.device.state import Path
 
 MAX_ROWS_IN_PLACE = 128
 """Prefills of at most so many rows read missing experts in place: most experts then fill one block of a product, so
-they cross the link about once, and only those that are needed do. With more rows, staging is faster at every cap."""
+they cross the link about once, and only those that are needed do. With a quarter of the experts in slots a prompt of
+128 tokens took 784 ms in place and one of 300 took 902, when a staged pass takes 810 (`prefill-h200.json`)."""
 
 
 class LayerRunner(Runner):
