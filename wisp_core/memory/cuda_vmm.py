@@ -20,8 +20,8 @@ from wisp_core.memory.mappings import Mappings, PageRange
 from wisp_core.memory.region import ByteRange
 
 PAGE_GRANULES = 2
-"""Page size in units of the driver's granularity (2 MiB). The driver's time goes by pages: 512 MiB move in 11.2, 5.6 and
-2.9 ms at 2, 4 and 8 MiB (`device-pager-overhead-h200.json`). Each tensor of slots wastes half a page at its end."""
+"""Page size in units of the driver's granularity (2 MiB). The driver's time goes by pages: 512 MiB move in 11.2, 5.6
+and 2.9 ms at 2, 4 and 8 MiB (`device-pager-overhead-h200.json`). Each tensor of slots wastes half a page at its end."""
 
 _LONGEST_FILLER_PAGES = 8
 """Length of the longest filler: one driver call maps so many page indices to it, and costs as much as for one."""
