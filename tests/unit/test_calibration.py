@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from policy_snapshots import make_snapshot
 from simulator_engines import make_trace, make_turn, replayed_engine
 from typer.testing import CliRunner
 
@@ -61,6 +62,19 @@ def test_a_calibrated_engine_stands_for_the_one_that_was_recorded(service: Engin
         assert abs(figures.error) < 0.15
         means.append((figures.measured_turn_s, figures.simulated_turn_s))
     assert np.array_equal(np.argsort([m for m, _ in means]), np.argsort([s for _, s in means]))
+
+
+def test_misses_of_a_pass_are_a_line_over_its_tokens_and_never_below_none() -> None:
+    def at(tokens: float, misses: float) -> ReplicaSnapshot:
+        by_cap = tuple(misses * (8 - cap) for cap in range(9))
+        return make_snapshot(prefill_steps_per_s=2.0, prefill_tokens_per_s=2 * tokens, prefill_misses_by_cap=by_cap)
+
+    none, per_token = calibration.pass_misses_by_tokens([at(10, 1.5), at(20, 2.0), at(40, 3.0)])
+    assert [none[cap] + 30 * per_token[cap] for cap in (0, 4, 8)] == pytest.approx([20.0, 10.0, 0.0])
+    none, per_token = calibration.pass_misses_by_tokens([at(10, 1.0), at(100, 40.0)])
+    assert min(none) == 0.0
+    assert max(per_token) > 0.0
+    assert calibration.pass_misses_by_tokens([at(10, 3.0)])[1] == (0.0,) * 9, "one size tells nothing of others"
 
 
 def test_what_cannot_be_calibrated_from_is_said(service: EngineModel) -> None:

@@ -103,6 +103,7 @@ def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
     if not fitted:
         raise ConfigurationError(f"{recording.trace.source}: no snapshot has fitted costs; record under load")
     last = fitted[-1]
+    at_no_token, per_token = pass_misses_by_tokens(fitted)
     return EngineModel(
         name=last.model,
         layout=last.layout,
@@ -115,8 +116,27 @@ def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
         token_s=_mean(fitted, "prompt_token_s"),
         pass_tokens=pass_tokens,
         is_pass_overlapped=False,
-        pass_misses_by_cap=last.prefill_misses_by_cap,
+        pass_misses_by_cap=at_no_token,
+        pass_misses_per_token_by_cap=per_token,
     )
+
+
+def pass_misses_by_tokens(snapshots: list[ReplicaSnapshot]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Misses of a pass by cap, as a line over its tokens: their value at none, and what each token adds, [E + 1].
+
+    Long prompts fill passes and need most experts; what turns of a few tokens need is far from that.
+    """
+    known = [one for one in snapshots if one.prefill_steps_per_s > 0 and one.prefill_tokens_per_s > 0]
+    misses = np.array([one.prefill_misses_by_cap for one in known or snapshots])
+    mean = misses.mean(axis=0)
+    if not known:
+        return tuple(mean.tolist()), (0.0,) * len(mean)
+    tokens = np.array([one.prefill_tokens_per_s / one.prefill_steps_per_s for one in known])
+    spread = tokens - tokens.mean()
+    square = float(spread @ spread)
+    slope = np.maximum(spread @ misses / square, 0.0) if square > 0 else np.zeros_like(mean)
+    slope = np.minimum(slope, mean / tokens.mean())  # never below none
+    return tuple((mean - slope * tokens.mean()).tolist()), tuple(slope.tolist())
 
 
 def _mean(snapshots: list[ReplicaSnapshot], name: str) -> float:

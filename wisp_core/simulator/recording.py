@@ -75,8 +75,8 @@ def measured_curves(snapshots: Sequence[ReplicaSnapshot]) -> ExpertCurves:
     return ExpertCurves(
         batches,
         (1,),
-        np.maximum.accumulate(np.stack(misses), axis=0)[:, None, :],
-        np.maximum.accumulate(np.array(needed))[:, None],
+        np.stack(misses)[:, None, :],
+        np.array(needed)[:, None],
         (1,),
         np.zeros((1, num_experts + 1)),
     )
