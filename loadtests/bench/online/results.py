@@ -19,7 +19,7 @@ from wisp_core.errors import ConfigurationError
 
 AnyConfig = OnlineConfig | InProcessConfig
 
-_OF_ONE_WAY = ("policy", "caps")
+_OF_ONE_WAY = ("policy", "caps", "deadline_s")
 """Fields of the configuration in which files that are merged may differ."""
 _CONFIGS: dict[str, type[OnlineConfig] | type[InProcessConfig]] = {
     one.name: one for one in (OnlineConfig, InProcessConfig)
@@ -69,6 +69,7 @@ def merge(files: Sequence[Path], path: Path) -> Result:
         _config(first["config"]),
         caps=tuple(row["cap"] for row in rows if row["cap"] is not None),
         policy=next((row["policy"] for row in rows if row["cap"] is None), "none"),
+        deadline_s=max(content["config"]["deadline_s"] for content in contents),
     )
     commands = list(dict.fromkeys(content["command"] for content in contents))
     result = result_of(config, Measured(rows=rows, hardware=first["hardware"], versions=first["versions"]))
