@@ -240,8 +240,10 @@ class Gateway:
 
     async def _account(self, running: RunningTurn, record: TurnRecord) -> None:
         """Soon, not at once: the answer goes out first, and the client's next turn may be on its way here."""
-        await self._limiter.settle(running.turn_id, running.charged_tokens(), delay_s=SETTLE_DELAY_S)
-        self._metrics.end_turn(running.tenant.tenant_id, running.status, record)
+        try:
+            await self._limiter.settle(running.turn_id, running.charged_tokens(), delay_s=SETTLE_DELAY_S)
+        finally:
+            self._metrics.end_turn(running.tenant.tenant_id, running.status, record)
         await asyncio.sleep(RECORD_DELAY_S)
         with contextlib.suppress(StoreUnavailableError):
             await self._store.record_turn(record)

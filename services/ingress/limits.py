@@ -114,7 +114,8 @@ class TurnLimiter:
     async def _settle_ended(self, tenant_id: str) -> bool:
         """Settle the tenant's turns that have ended; False if there are none."""
         ended = [turn_id for turn_id in self._ended if self._running[turn_id][0].tenant_id == tenant_id]
-        await asyncio.gather(*map(self._settle, ended))
+        # Whoever was refused may leave now: that must not undo the end of turns of others.
+        await asyncio.shield(asyncio.gather(*map(self._settle, ended)))
         return bool(ended)
 
     async def renew_forever(self) -> None:

@@ -162,7 +162,10 @@ class PlacementDirectory:
             if turn.pin is not None or not turn.session_key or decision.is_for_this_turn_only:
                 break
             if is_read and home is not None and decision.chosen == home.replica_id:
-                self._note_home(turn.session_key, known, home)
+                if known is None:  # Of a time before this router's: load reports count it already.
+                    _remember(self._homes, turn.session_key, home, MAX_SESSIONS)
+                else:
+                    self._note_home(turn.session_key, known, home)
                 break
             settled = await self._settle(turn.session_key, home, decision)
             self._note_home(turn.session_key, known, settled)

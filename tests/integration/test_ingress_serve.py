@@ -266,10 +266,14 @@ async def test_status_and_metrics(client: openai.AsyncOpenAI, service: str, valk
     await chat(client, "hello", name="shown")
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{service}/wisp/status")).status_code == 401
-        await asyncio.sleep(0.1)  # A turn is written down soon after its answer.
-        shown = await http.get(f"{service}/wisp/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+        deadline_s = time.monotonic() + 5
+        rows: list[dict[str, Any]] = []
+        while not rows and time.monotonic() < deadline_s:  # A turn is written down soon after its answer.
+            await asyncio.sleep(0.1)
+            shown = await http.get(f"{service}/wisp/status", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+            rows = [row for row in shown.json()["sessions"] if row["session_key"] == "a//shown"]
         metrics = (await http.get(f"{service}/metrics")).text
-    (row,) = [row for row in shown.json()["sessions"] if row["session_key"] == "a//shown"]
+    (row,) = rows
     assert (row["turns"], row["completion_tokens"], row["moves"]) == (1, 5, 0)
     assert row["home"] == row["replica_id"]
     assert metrics.count("# TYPE engine_up gauge") == 1

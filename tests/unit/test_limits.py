@@ -11,6 +11,7 @@ from services.ingress.errors import ApiError
 from services.ingress.limits import PromptEstimator, TurnLimiter
 from services.ingress.request_fields import COMPLETIONS_PATH, parse
 from wisp_core.contracts import TenantSpec
+from wisp_core.store.interface import TurnRequest
 from wisp_core.store.memory_store import MemoryStore
 
 TENANT = TenantSpec(tenant_id="a", key_sha256=(), requests_per_minute=4, tokens_per_minute=600, max_concurrent_turns=2)
@@ -140,3 +141,26 @@ async def test_a_turn_that_has_ended_refuses_nobody_while_it_waits_to_be_settled
     await limiter.settle("t2", 200)
     assert not limiter._running
     assert not limiter._ended
+
+
+async def test_a_refused_client_that_leaves_does_not_undo_the_end_of_another_s_turn(clock: Clock) -> None:
+    class SlowStore(MemoryStore):
+        asked, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
+            self.asked.set()
+            await self.may_go_on.wait()
+            await super().settle(turn, used_tokens, now_s)
+
+    store = SlowStore()
+    limiter = TurnLimiter(store)
+    await limiter.admit(TENANT, "t0", 600)
+    ending = asyncio.create_task(limiter.settle("t0", 0, delay_s=0.05))
+    await asyncio.sleep(0)
+    refused = asyncio.create_task(limiter.admit(TENANT, "t1", 100))
+    await store.asked.wait()
+    refused.cancel()
+    await asyncio.gather(refused, return_exceptions=True)
+    store.may_go_on.set()
+    await ending
+    await limiter.admit(TENANT, "t2", 600)

@@ -303,8 +303,7 @@ class RedisStore:
         ]
         which, *rest = await self._connection.run(scripts.ADMIT, keys, args)
         if not which:
-            # Redis ends a list at its first nil.
-            return Admission(True, placement=_parse(c.Placement, rest[1] if len(rest) > 1 else None))
+            return Admission(True, placement=_parse(c.Placement, rest[1]))
         return Admission(False, float(rest[0]) if rest[0] else None, Limit(which))
 
     async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
