@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_every_make_verb_in_the_readme_exists() -> None:
     verbs = set(re.findall(r"(?:`|^)make ([a-z]+)", README, re.MULTILINE))
     assert {"demo", "test", "check", "soak", "bench", "clean"} <= verbs
     assert [verb for verb in sorted(verbs) if not re.search(rf"^{verb}:", makefile, re.MULTILINE)] == []
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by name alone, so that a second one would end the collection of both."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
