@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 from services.config import ServiceConfig
 from services.demo.workload import Turn
 from services.ingress.sessions import SALT_HEADER, SESSION_HEADER
+from wisp_core.errors import EngineUnavailableError
 
 REPLAY_TOKENS = 24
 
@@ -69,7 +70,7 @@ async def replay_live(clients: dict[str, AsyncOpenAI], model: str, samples: Sequ
 
 
 async def answer_resident(config: ServiceConfig, samples: Sequence[RecordedTurn], directory: Path) -> list[Answer]:
-    """The same prompts on an engine that holds every expert. Raises RuntimeError with its last words if it fails."""
+    """The same prompts on an engine that holds every expert. Raises EngineUnavailableError, its last words."""
     engine_args = dict(config.replica.engine) | {"kv_cache_memory_bytes": config.replica.vram_budget_bytes}
     files = [directory / name for name in ("engine-args.json", "prompts.json", "answers.json")]
     files[0].write_text(json.dumps(engine_args))
@@ -85,7 +86,7 @@ async def answer_resident(config: ServiceConfig, samples: Sequence[RecordedTurn]
     )
     output, _ = await process.communicate()
     if process.returncode != 0:
-        raise RuntimeError(f"the resident engine failed: {output.decode(errors='replace')[-2000:]}")
+        raise EngineUnavailableError(f"the resident engine failed: {output.decode(errors='replace')[-2000:]}")
     answers: list[Answer] = json.loads(files[2].read_text())
     return answers
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
+from rich.markup import escape
 
 from services.app import Service
 from services.config import ServiceConfig
@@ -26,7 +27,7 @@ from services.demo.tables import Resize, join, replica_table, session_table, sho
 from services.preflight import checked_start, own_state_dir
 from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot
-from wisp_core.errors import ConfigurationError
+from wisp_core.errors import ConfigurationError, WispError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.store.interface import Store
 
@@ -39,7 +40,7 @@ _TABLE_WIDTH = 204
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The last line on stdout."""
+    """The last line on stdout, unless an error ended the demo: then that line has ``ok`` and ``error``."""
 
     ok: bool
     turns: int
@@ -53,8 +54,17 @@ class DemoResult:
 
 
 def run_demo(*, keep: bool, policy: str, is_swapped: bool) -> int:
-    """Run the demo; the exit code is 0 if everything held."""
+    """Run the demo; the exit code is 0 if everything held. The last line on stdout is JSON even if it did not."""
     console = Console(stderr=True)
+    try:
+        return _run(console, keep=keep, policy=policy, is_swapped=is_swapped)
+    except (WispError, OpenAIError) as error:
+        console.print(f"[red]wisp demo: {escape(str(error))}")
+        typer.echo(json.dumps({"ok": False, "error": str(error)}))
+        return 2
+
+
+def _run(console: Console, *, keep: bool, policy: str, is_swapped: bool) -> int:
     console.print("writing the tiny model")
     config = prepare_demo(policy)
     # The steps below also end by an exception at SIGTERM, so that nothing is left behind.
