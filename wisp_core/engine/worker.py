@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
+from vllm.v1.sample.sampler import Sampler
 
 from wisp_core.contracts import MemoryLayout, Signature
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
@@ -73,6 +75,18 @@ class WispWorkerMixin:
         self._wisp_tally = SessionTally(num_layers=pager.num_layers, num_experts=pager.num_experts)
         if pager.can_observe:
             pager.observer = self._wisp_tally
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, and compile what vLLM leaves for the first step that is asked for log-probabilities: seconds."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        vocab_size, device = self.vllm_config.model_config.get_vocab_size(), self.model_runner.device
+        with torch.inference_mode():
+            logprobs, token_ids = (
+                torch.zeros(1, vocab_size, device=device),
+                torch.zeros(1, dtype=torch.int64, device=device),
+            )
+            Sampler.gather_logprobs(logprobs, 1, token_ids)
+        return times
 
     def determine_available_memory(self) -> int:
         """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""
