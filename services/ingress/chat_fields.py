@@ -21,6 +21,7 @@ LogitBias = Annotated[
     dict[Annotated[str, StringConstraints(pattern=r"^\d{1,7}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=300),
 ]
+Identifier = Annotated[str, Field(max_length=256)]
 Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
@@ -165,7 +166,7 @@ class CommonFields(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
-    user: Annotated[str, Field(max_length=256)] | None = None
+    user: Identifier | None = None
 
 
 class ChatFields(CommonFields):
@@ -179,7 +180,14 @@ class ChatFields(CommonFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: Annotated[list[Annotated[str, Field(max_length=16)]], Field(min_length=1, max_length=4)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    store: Literal[False] | None = None
+    prompt_cache_key: Identifier | None = None
+    prompt_cache_retention: Annotated[str, Field(max_length=16)] | None = None
+    safety_identifier: Identifier | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
@@ -196,3 +204,4 @@ class CompletionFields(CommonFields):
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from services.ingress.chat_fields import ChatFields, CommonFields, CompletionFields
-from services.ingress.errors import bad_request
+from services.ingress.errors import ApiError, bad_request
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -20,8 +20,27 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
 _FIELDS: dict[str, type[CommonFields]] = {CHAT_PATH: ChatFields, COMPLETIONS_PATH: CompletionFields}
-_DROPPED = {"metadata"}
-"""Taken for compatibility; nothing here uses them."""
+_DROPPED = {
+    "best_of",
+    "metadata",
+    "modalities",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+}
+"""Taken for compatibility, with values that leave the answer as it is; nothing here uses them."""
+_UNSUPPORTED = {
+    "audio",
+    "function_call",
+    "functions",
+    "prediction",
+    "suffix",
+    "verbosity",
+    "web_search_options",
+}
+"""OpenAI's fields that would change the answer if they were followed: refused rather than left out."""
 _ECHOED = {"reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call"}
 """What an assistant's message carries besides its content; clients send whole messages back."""
 
@@ -49,8 +68,11 @@ def parse(path: str, raw: bytes) -> TurnFields:
     """Validate the body of a request to ``path``. Raises ApiError (400) that names the first bad field."""
     body = _load(raw)
     allowed = _FIELDS[path].model_fields
-    for name in body:
-        if name not in allowed:
+    for name, value in body.items():
+        if name in _UNSUPPORTED:
+            if value is not None:
+                raise _unsupported(name, "is not supported")
+        elif name not in allowed:
             raise bad_request(f"Unknown parameter: '{name[:64]}'.", param=name[:64], code="unknown_parameter")
     body = {name: value for name, value in body.items() if value is not None}
     if isinstance(body.get("messages"), list):
@@ -60,6 +82,10 @@ def parse(path: str, raw: bytes) -> TurnFields:
     except ValidationError as error:
         _refuse(error)
     return _turn_fields(fields)
+
+
+def _unsupported(name: str, why: str) -> ApiError:
+    return bad_request(f"'{name}' {why}.", param=name, code="unsupported_parameter")
 
 
 def _load(raw: bytes) -> dict[str, Any]:
@@ -146,6 +172,10 @@ def _turn_fields(fields: CommonFields) -> TurnFields:
     wants_usage = fields.stream_options is not None and fields.stream_options.include_usage
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+    if isinstance(fields, CompletionFields) and fields.best_of not in (None, fields.n):
+        raise _unsupported("best_of", "is not supported, unless it equals 'n'")
+    if isinstance(fields, ChatFields) and set(fields.modalities or ["text"]) != {"text"}:
+        raise _unsupported("modalities", "other than text are not supported")
     if fields.stream:
         # Always asked of the engine: quotas and metrics need it, and streams that end early the tokens so far; taken
         # out again if the client did not ask.

@@ -46,6 +46,7 @@ def test_openai_s_fields_pass_unchanged() -> None:
         "logit_bias": {"5": -100},
         "parallel_tool_calls": False,
         "user": "ann",
+        "reasoning_effort": "low",
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": [1, {}]}}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
@@ -90,7 +91,7 @@ def test_nothing_that_vllm_adds_to_openai_s_fields_passes() -> None:
         try:
             chat(**{name: "x"})
         except ApiError as error:
-            allowed += error.error["code"] != "unknown_parameter"
+            allowed += error.error["code"] not in ("unknown_parameter", "unsupported_parameter")
         else:
             allowed += 1
     assert allowed <= 22, "model, messages and the fields of the test above"
@@ -238,15 +239,53 @@ def test_completions_count_their_prompts() -> None:
     assert completion().max_tokens == 16, "OpenAI's default"
 
 
-@pytest.mark.parametrize("name", ["suffix", "best_of", "messages", "prompt_embeds", "tools"])
+@pytest.mark.parametrize("name", ["suffix", "messages", "prompt_embeds", "tools"])
 def test_completions_refuse_other_fields(name: str) -> None:
     with pytest.raises(ApiError) as caught:
         completion(**{name: 1})
     assert caught.value.error["param"] == name
 
 
-def test_metadata_is_taken_and_dropped() -> None:
-    assert "metadata" not in chat(metadata={"a": "b"}).body
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": "b"}},
+        {"modalities": ["text"]},
+        {"prompt_cache_key": "k"},
+        {"prompt_cache_retention": "24h"},
+        {"safety_identifier": "s"},
+        {"service_tier": "auto"},
+        {"store": False},
+    ],
+)
+def test_what_leaves_the_answer_as_it_is_is_taken_and_dropped(fields: dict[str, Any]) -> None:
+    assert chat(**fields).body == chat().body
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modalities": ["text", "audio"]},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"verbosity": "low"},
+        {"web_search_options": {}},
+        {"functions": []},
+    ],
+)
+def test_openai_s_fields_that_would_change_the_answer_are_refused_as_not_supported(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    error = refusal(**fields)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert "not supported" in error["message"]
+    assert chat(**{name: None}).body == chat().body
+
+
+def test_best_of_is_taken_where_it_is_n() -> None:
+    assert completion(best_of=2, n=2).body == completion(n=2).body
+    for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}):
+        with pytest.raises(ApiError, match="best_of") as caught:
+            completion(**fields)
+        assert caught.value.error["code"] == "unsupported_parameter"
 
 
 json_values = st.recursive(
