@@ -86,9 +86,19 @@ def _shape_of(model: ModelSettings, replica: ReplicaSettings) -> tuple[dict[str,
         shape = read_shape(
             config, name=model.path, dtype=engine.get("dtype"), kv_dtype=str(engine.get("kv_cache_dtype", "auto"))
         )
-    except (UnsupportedModelError, ConfigurationError, ValueError):
+    except UnsupportedModelError as error:
+        if _has_no_experts(config):
+            raise ConfigurationError(f"model.path: {error}; a plain `vllm serve` serves it") from error
+        return None
+    except (ConfigurationError, ValueError):
         return None
     return config.get("text_config") or config, shape
+
+
+def _has_no_experts(config: dict[str, Any]) -> bool:
+    """Whether a config with the usual sizes names nothing like experts, under whatever name."""
+    words = json.dumps(config).lower()
+    return "num_hidden_layers" in words and not any(word in words for word in ("expert", "moe"))
 
 
 def check_caps(shape: ModelShape, replica: ReplicaSettings) -> None:
@@ -131,7 +141,9 @@ def check_budget(shape: ModelShape, replica: ReplicaSettings, kv_tokens: int) ->
     if needed - unsure_bytes <= replica.vram_budget_bytes:
         return
     largest = (replica.vram_budget_bytes - other_bytes - kv_bytes) // slot_bytes
-    fixes = [f"give {needed} or more", "lower replica.engine.max_model_len"]
+    fixes = [f"give {needed} or more"]
+    if needed - unsure_bytes - kv_bytes < replica.vram_budget_bytes:
+        fixes.append("lower replica.engine.max_model_len")
     if shape.top_k <= largest < (replica.initial_cap or 0):
         fixes.append(f"lower replica.initial_cap to {largest} or less")
     raise ConfigurationError(

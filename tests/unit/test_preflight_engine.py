@@ -79,6 +79,24 @@ def test_a_budget_below_the_smallest_pools_is_refused_with_one_that_is_not(model
         check(model, vram_budget_bytes=least_bytes - 4 * MB, activation_bytes=0)
 
 
+def test_a_shorter_context_is_named_only_where_it_helps(model: Path, shape: ModelShape) -> None:
+    without_kv_bytes = 4 * MB + shape.top_k * shape.num_moe_layers * shape.expert_bytes
+    for budget_bytes, helps in ((without_kv_bytes + 1, True), (without_kv_bytes, False)):
+        with pytest.raises(ConfigurationError, match=r"or more") as caught:
+            check(model, vram_budget_bytes=budget_bytes, other_bytes=4 * MB)
+        assert ("lower replica.engine.max_model_len" in str(caught.value)) is helps
+
+
+def test_a_model_without_experts_is_refused_beforehand(tmp_path: Path) -> None:
+    dense = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    with pytest.raises(ConfigurationError, match=r"model\.path: .*no experts to page"):
+        check(tmp_path)
+    for known_otherwise in ({"number_of_experts": 8}, {"model_type": "new_moe"}):
+        (tmp_path / "config.json").write_text(json.dumps(dense | known_otherwise))
+        check(tmp_path)
+
+
 def test_what_only_vllm_may_know_is_left_to_the_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     check(tmp_path, vram_budget_bytes=1000, initial_cap=2)
