@@ -228,7 +228,9 @@ class ServiceConfig(Section):
     name: str = Field(
         default="wisp", pattern=r"^[a-z][a-z0-9-]{0,30}$", description="Serve application and key prefix."
     )
-    state_dir: Path = Field(default=Path(".wisp"), description="Secrets, sockets and logs of this service.")
+    state_dir: Path = Field(
+        default=Path(".wisp"), description="Secrets, sockets and Valkey's log; the start says where the other logs are."
+    )
     http: HttpSettings = HttpSettings()
     model: ModelSettings
     replica: ReplicaSettings

@@ -60,18 +60,6 @@ def own_state_dir(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def is_owned(state_dir: Path) -> bool:
-    """Whether a service owns ``state_dir`` now."""
-    try:
-        with (state_dir / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def check_port(http: HttpSettings) -> None:
     """Raises ConfigurationError when nothing can listen at ``http``."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,26 @@ _NAME = "service.json"
 
 
 def read_service_file(state_dir: Path) -> dict[str, Any]:
-    """What a running service has published. Raises ConfigurationError when none runs there."""
+    """What a running service has published. Raises ConfigurationError when none runs there, or not yet."""
     try:
         facts: dict[str, Any] = json.loads((state_dir / _NAME).read_text())
     except OSError as error:
+        if is_owned(state_dir):
+            raise ConfigurationError(f"the service with state_dir {state_dir} is starting, or stopping") from error
         raise ConfigurationError(f"no service runs with state_dir {state_dir}: start one with `wisp serve`") from error
     return facts
+
+
+def is_owned(state_dir: Path) -> bool:
+    """Whether a service owns ``state_dir`` now."""
+    try:
+        with (state_dir / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def write_service_file(state_dir: Path, facts: Mapping[str, Any]) -> None:

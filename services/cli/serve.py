@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -16,6 +17,7 @@ from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
 from services.preflight import checked_start
 from services.setting_errors import what_is_wrong
+from services.start_progress import told_progress
 from wisp_core.errors import ConfigurationError
 
 _TEND_PERIOD_S = 0.5
@@ -39,7 +41,9 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     config = load_config(path, redis_url)
     interrupt_by_signals()
     typer.echo(f"wisp: starting {config.num_replicas} replicas of {config.model.name}", err=True)
-    with checked_start(config), Service(config) as service:
+    with checked_start(config), contextlib.ExitStack() as stack:
+        with told_progress(lambda line: typer.echo(f"wisp: {line}", err=True)):
+            service = stack.enter_context(Service(config))
         stopped = catch_stop_signals()
         upgrades = Upgrades(service)
         announce(service)

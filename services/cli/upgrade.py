@@ -17,8 +17,8 @@ import typer
 
 from services.app import Service
 from services.config import ServiceConfig
-from services.preflight import check_settings, is_owned
-from services.service_file import read_service_file
+from services.preflight import check_settings
+from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from services.demo.sampler import MemorySampler
 from services.demo.tables import Resize, join, replica_table, session_table, show_split
 from services.preflight import checked_start, own_state_dir
 from services.secret_files import read_or_create
+from services.start_progress import told_progress
 from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import ConfigurationError, WispError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
@@ -71,7 +72,9 @@ def _run(console: Console, *, keep: bool, policy: str, is_swapped: bool) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started_s = time.monotonic()
     console.print(f"starting Valkey, Ray, {config.replica.count} replicas and the policy service ({policy})")
-    with checked_start(config), Service(config) as service:
+    with checked_start(config), ExitStack() as stack:
+        with told_progress(console.print):
+            service = stack.enter_context(Service(config))
         console.print(f"ready after {time.monotonic() - started_s:.0f} s at {service.url}")
         demo = Demo(service, console, is_swapped=is_swapped)
         result = asyncio.run(demo.run(started_s))

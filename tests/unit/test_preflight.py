@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from services.config import HttpSettings, ModelSettings, PolicySettings
-from services.preflight import check_model, check_policy, check_port, is_owned, own_state_dir
+from services.preflight import check_model, check_policy, check_port, own_state_dir
+from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError
 
 CONFIG = """
@@ -57,6 +58,16 @@ def test_an_upgrade_of_a_service_that_was_killed_signals_nobody(tmp_path: Path) 
     with own_state_dir(state_dir):
         assert is_owned(state_dir)
     assert not is_owned(state_dir)
+
+
+def test_a_service_that_starts_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    with own_state_dir(tmp_path), pytest.raises(ConfigurationError, match="is starting"):
+        read_service_file(tmp_path)
+    with pytest.raises(ConfigurationError, match="start one with `wisp serve`"):
+        read_service_file(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="start one with `wisp serve`"):
+        read_service_file(tmp_path / "file")
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
