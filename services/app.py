@@ -25,7 +25,7 @@ from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
-from services.replica.code_version import code_version
+from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
 from services.service_file import remove_service_file, write_service_file
@@ -54,7 +54,7 @@ class Service:
         self.config, self._redis_password_file = _hide_redis_password(config)
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
-        self._code = code_version()
+        self._code, self._driver_code = code_version(), driver_code()
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
@@ -114,6 +114,8 @@ class Service:
         if changed := [name for name in FIXED if attrgetter(name)(config) != attrgetter(name)(self.config)]:
             names = ", ".join(changed)
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
+        if driver_code() != self._driver_code:
+            raise ConfigurationError("the code of `wisp serve` itself has changed: stop the service and start it again")
         self._check_room(config)
         tenant_specs(config)
         before = self.config, self._redis_password_file, self._code

@@ -14,6 +14,11 @@ _RAY = {
     # Ray would hide the GPUs of a process that asks for none, and warns that it does.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.ingress.proxy:middlewares"}
+_MESSAGES = {
+    # An ingress and a replica speak by gRPC, whose default of 4 MiB is less than an answer with log-probabilities has.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
+}
 _INGRESS = {
     # One event loop for Serve, its router and the app, which would else hand each turn from thread to thread.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -46,19 +51,24 @@ def prepare_driver() -> None:
     Ray's own servers listen on every interface of the machine and run whatever code they are sent. A token of this
     run, known to this process and its children only, closes them to everybody else.
     """
-    for name, value in (_RAY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
+    for name, value in (_RAY | _PROXY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
         os.environ.setdefault(name, value)
 
 
 def engine_environment(*, is_cpu: bool, is_local_model: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables of a process that runs vLLM: defaults, then the operator's environment, then ``extra``."""
     defaults = _VLLM | (_VLLM_CPU if is_cpu else {}) | (_OFFLINE if is_local_model else {})
-    return {name: os.environ.get(name, value) for name, value in defaults.items()} | dict(extra or {})
+    return _with_defaults(defaults) | dict(extra or {})
+
+
+def message_environment() -> dict[str, str]:
+    """Variables of whoever sends or gets Serve's messages; what the operator has set stays."""
+    return _with_defaults(_MESSAGES)
 
 
 def ingress_environment() -> dict[str, str]:
     """Variables of every ingress; what the operator has set stays."""
-    return {name: os.environ.get(name, value) for name, value in _INGRESS.items()}
+    return _with_defaults(_MESSAGES | _INGRESS)
 
 
 def replica_environment(config: ServiceConfig) -> dict[str, str]:
@@ -66,10 +76,14 @@ def replica_environment(config: ServiceConfig) -> dict[str, str]:
     return engine_environment(
         is_cpu=config.replica.num_gpus == 0,
         is_local_model=Path(config.model.path).is_dir(),
-        extra=config.replica.env,
+        extra=message_environment() | config.replica.env,
     )
 
 
 def set_in_this_process(variables: Mapping[str, str]) -> None:
     """For a process that builds an engine itself; call it before vLLM is imported."""
     os.environ.update(variables)
+
+
+def _with_defaults(defaults: Mapping[str, str]) -> dict[str, str]:
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -116,6 +116,7 @@ def _http(chooser: random.Random, host: str, key: str, model: str) -> RawRequest
         RawRequest(post(path, host, key + noise, b"{}")),
         RawRequest(post(path, host, key, b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked")),
         RawRequest(post(path, host, key, b"{}", f"x-session-id: {noise}", "x-cache-salt: " + "s" * 300)),
+        RawRequest(post(path, host, key, b"{}", "x-session-id: NO_TEXT").replace(b"NO_TEXT", b"\xe9")),
         RawRequest(post(path, host, key, b"{}", "x-filler: " + "x" * 20_000)),
         RawRequest(post(path + "/../" + "a" * 3000, host, key, b"{}")),
         RawRequest(post(chooser.choice(_OTHER_PATHS), host, key, b"{}")),

@@ -23,8 +23,9 @@ from services.ingress.replicas import ReplicaClient, by_message
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import ServiceSecrets, tenant_specs
 from services.store_address import StoreAddress
-from services.telemetry import Telemetry
+from services.telemetry import Telemetry, merge_expositions
 
+DEPLOYMENT = "Ingress"
 POLICY_DEPLOYMENT = "PolicyService"
 OPERATOR_TIMEOUT_S = 2.0
 """What an operator asks for may wait longer for the store than a turn does."""
@@ -71,6 +72,7 @@ class Ingress:
             num_replicas=service.num_replicas,
             stale_after_s=service.redis.stale_after_s,
             service_started_s=service_started_s,
+            find_ingresses=_find_ingresses if service.http.num_ingresses > 1 else None,
         )
         key_files = {tenant.tenant_id: tenant.key_file for tenant in service.tenants}
         admin = TenantAdmin(self._operator_store, directory, key_files)
@@ -81,6 +83,11 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the app of this process."""
         return self._app
+
+    async def scrape(self) -> str:
+        """This process's metrics in Prometheus text format, labelled ``replica=``."""
+        tag = serve.get_replica_context().replica_id.unique_id
+        return merge_expositions({f"ingress-{tag}": self._telemetry.scrape()})
 
     async def check_health(self) -> None:
         """Raises what ended a background task, so that Serve replaces this process."""
@@ -95,6 +102,10 @@ class Ingress:
         await self._store.close()
         await self._operator_store.close()
         self._telemetry.close()
+
+
+def _find_ingresses() -> DeploymentHandle:
+    return serve.get_deployment_handle(DEPLOYMENT, serve.get_replica_context().app_name)
 
 
 def build_ingress(
@@ -121,7 +132,7 @@ def build_ingress(
     """
     deployment = serve.deployment(
         Ingress,
-        name="Ingress",
+        name=DEPLOYMENT,
         num_replicas=config.http.num_ingresses,
         # The new ones serve before an old one stops, which it does when its last stream ends: minutes, perhaps.
         max_surge_percent=100,

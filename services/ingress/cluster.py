@@ -31,15 +31,18 @@ class Cluster:
         num_replicas: int,
         stale_after_s: float,
         service_started_s: float = 0.0,
+        find_ingresses: Callable[[], ReplicaHandle] | None = None,
     ) -> None:
         """``replicas``: the handle of each deployment of replicas, ``num_replicas`` in all.
 
+        ``find_ingresses``: the handle of the ingresses, if there are others than this one.
         The store outlives the service: sessions without a turn since ``service_started_s``, Unix time, are not shown.
         """
         self._store = store
         self._replicas = replicas
         self._telemetry = telemetry
         self._find_policy = find_policy
+        self._find_ingresses = find_ingresses
         self._num_replicas = num_replicas
         self._stale_after_s = stale_after_s
         self._service_started_s = service_started_s
@@ -117,18 +120,25 @@ class Cluster:
         answers = await asyncio.gather(*(broadcast(handle, method_name) for handle in self._replicas))
         return [answer for some in answers for answer in some]
 
-    async def _scrape_policy(self) -> list[str]:
-        try:
-            # Asks Serve's controller, which blocks.
-            handle = await asyncio.to_thread(self._find_policy)
-        except (RayServeException, KeyError):  # Stopped, or being changed: serving does not depend on it.
-            return []
-        return await broadcast(handle, "scrape")
-
     async def metrics(self) -> str:
-        """One Prometheus page of this ingress, the policy service and all replicas."""
-        replicas, policies = await asyncio.gather(self._ask_replicas("scrape"), self._scrape_policy())
-        pages = {"ingress": self._telemetry.scrape()}
+        """One Prometheus page of all ingresses, the policy service and all replicas."""
+        replicas, policies, ingresses = await asyncio.gather(
+            self._ask_replicas("scrape"), _scrape(self._find_policy), _scrape(self._find_ingresses)
+        )
+        pages = {f"ingress-{number}": page for number, page in enumerate(ingresses)}
+        if not pages:
+            pages["ingress"] = self._telemetry.scrape()
         pages.update({f"replica-{number}": page for number, page in enumerate(replicas)})
         pages.update({f"policy-{number}": page for number, page in enumerate(policies)})
         return merge_expositions(pages)
+
+
+async def _scrape(find: Callable[[], ReplicaHandle] | None) -> list[str]:
+    if find is None:
+        return []
+    try:
+        # Asks Serve's controller, which blocks.
+        handle = await asyncio.to_thread(find)
+    except (RayServeException, KeyError):  # Stopped, or being changed: serving does not depend on it.
+        return []
+    return await broadcast(handle, "scrape")

@@ -25,6 +25,16 @@ def sources() -> list[Path]:
     return [*_SERVICES.glob("*.py"), *(_SERVICES / "replica").rglob("*.py"), *_CORE.rglob("*.py")]
 
 
+def driver_code() -> str:
+    """Digest of the source that the process of `wisp serve` runs itself, which no upgrade can renew.
+
+    It imports this once, and pickles the router by value.
+    """
+    ingress, replica = _SERVICES / "ingress", _SERVICES / "replica"
+    parts = [ingress / "app.py", ingress / "router.py", replica / "deployment.py"]
+    return digest_of([*_SERVICES.glob("*.py"), *(_SERVICES / "cli").rglob("*.py"), *parts])
+
+
 def digest_of(paths: Iterable[Path]) -> str:
     """Changes with any file of ``paths``, its name included, and with the installed packages."""
     digest = hashlib.sha256(repr([_installed_version(name) for name in _PACKAGES]).encode())

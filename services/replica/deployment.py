@@ -103,6 +103,7 @@ class Replica:
         request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)
         head: ResponseHead | None = None
         first_piece_s: float | None = None
+        is_cut = False
         async with contextlib.aclosing(request.stream(until=ended)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ResponseHead):
@@ -111,15 +112,16 @@ class Replica:
                     if head.status >= 500 and self._state.engine.is_dead:
                         break
                     continue
+                # vLLM's words for a dead engine are not the rest of an answer: who asked is told that it was lost.
+                if is_cut := self._state.engine.is_dead:
+                    break
                 if first_piece_s is None:
-                    if self._state.engine.is_dead:
-                        break
                     assert head is not None, "an ASGI app sends its head first"
                     first_piece_s = time.monotonic() - started_s
                     yield self._head(head, piece)
                     continue
                 yield piece
-        if ended.is_set() or (first_piece_s is None and self._state.engine.is_dead):
+        if is_cut or ended.is_set() or (first_piece_s is None and self._state.engine.is_dead):
             self._state.metrics.count_turn(0, first_piece_s)
             raise EngineUnavailableError("the engine ended during this turn")
         if first_piece_s is None and head is not None:

@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from services.config import ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
+from services.environment import message_environment
 from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
 from services.secret_files import replace_secret, secret_path
@@ -57,7 +58,8 @@ class Engine:
             head = {"status": 200, "headers": {}, "replica_id": self._tag}
             if not fields.get("stream"):
                 await asyncio.sleep(5 if order == "slowly" else 0)
-                message = {"role": "assistant", "content": self._tag}
+                text = "m" * (5 << 20) if order.startswith("much") else self._tag
+                message = {"role": "assistant", "content": text}
                 choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
                 yield head
                 yield json.dumps(
@@ -120,7 +122,7 @@ def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPat
         num_replicas=2,
         max_ongoing_requests=64,
         health_check_period_s=1.0,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": message_environment()}},
         request_router_config=RequestRouterConfig(
             request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
         ),
@@ -260,6 +262,12 @@ async def test_the_replica_gets_only_what_is_allowed_with_the_tenant_s_salt(clie
     (body,) = [body for body in bodies if body["messages"][-1]["content"] == "look at this body"]
     assert set(body) == {"model", "messages", "cache_salt"}
     assert len(body["cache_salt"]) == 64
+
+
+async def test_bodies_and_answers_may_be_longer_than_grpc_s_default(client: openai.AsyncOpenAI) -> None:
+    body = "much " + "é" * 800_000
+    assert len(body.encode()) < 2 << 20 < 4 << 20 < len(json.dumps(body)), "sent as UTF-8, written anew as ASCII"
+    assert await chat(client, body, name="much") == "m" * (5 << 20)
 
 
 async def test_status_and_metrics(client: openai.AsyncOpenAI, service: str, valkey: Any) -> None:

@@ -62,6 +62,12 @@ def test_what_vllm_and_the_inside_offer_is_not_there(service: LiveService) -> No
         assert httpx.get(service.url + path, headers={"authorization": f"Bearer {service.key()}"}).status_code == 401
 
 
+def test_a_header_that_is_no_text_is_refused(service: LiveService) -> None:
+    for name in (b"x-session-id", b"x-request-id", b"serve-multiplexed-model-id", b"x-other"):
+        answer = httpx.get(f"{service.url}/readyz", headers=[(name, b"\xe9")])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "headers_not_readable")
+
+
 def test_valkey_takes_a_password_and_listens_on_loopback_only(service: LiveService) -> None:
     (valkey,) = service.processes("valkey-server")
     addresses = [one.laddr for one in valkey.net_connections() if one.status == psutil.CONN_LISTEN]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
 
+from services.ingress.cluster import Cluster
 from services.ingress.sessions import cache_salt
 from wisp_core.contracts import TurnRecord
 
@@ -159,6 +162,32 @@ async def test_metrics_show_every_process_once_per_family(service: Service) -> N
     assert 'wisp_ingress_turns_total{replica="ingress",status="200",tenant="a"} 1.0' in text
     assert 'wisp_x{replica="replica-0"} 1.0' in text
     assert text.count("# TYPE wisp_x gauge") == 1
+
+
+async def test_metrics_show_every_ingress(service: Service) -> None:
+    pages = [
+        f'# TYPE wisp_y gauge\nwisp_y{{replica="ingress-{name}"}} {value}\n' for name, value in (("a", 1), ("b", 2))
+    ]
+
+    class Ingresses:
+        def broadcast(self, method_name: str) -> Any:
+            assert method_name == "scrape"
+            return SimpleNamespace(results_async=self._results)
+
+        async def _results(self, **options: Any) -> list[str]:
+            return pages
+
+    text = await Cluster(
+        service.store,
+        [service.handle],
+        lambda: service.handle,
+        service.telemetry,
+        num_replicas=2,
+        stale_after_s=10,
+        find_ingresses=Ingresses,  # type: ignore[arg-type]
+    ).metrics()
+    assert 'wisp_y{replica="ingress-a"} 1.0' in text
+    assert 'wisp_y{replica="ingress-b"} 2.0' in text
 
 
 async def test_status_shows_the_sessions_of_this_run_only() -> None:

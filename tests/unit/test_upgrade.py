@@ -133,6 +133,16 @@ def test_what_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> 
         service.upgrade(other)
 
 
+def test_code_that_the_serving_process_runs_itself_takes_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter(["old", "new"])
+    monkeypatch.setattr("services.app.driver_code", lambda: next(versions))
+    service = Service(config(tmp_path))
+    with pytest.raises(ConfigurationError, match="code of `wisp serve` itself has changed: stop the service and start"):
+        service.upgrade(config(tmp_path))
+
+
 def test_if_the_new_parts_do_not_start_the_old_ones_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter(["old", "new"])
     monkeypatch.setattr("services.app.code_version", lambda: next(codes))
