@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wisp_core.errors import ConfigurationError
+
+_KINDS = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +37,19 @@ class Panel:
     top_y: float | None = None
 
 
+def check_picture(path: Path) -> None:
+    """Raises ConfigurationError if `draw` cannot write a picture named ``path``."""
+    if path.suffix not in _KINDS:
+        raise ConfigurationError(f"--plot {path}: give a name that ends in {', '.join(_KINDS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("pictures need matplotlib: pip install 'wisp[plot]'")
+
+
 def draw(panels: Sequence[Panel], path: Path) -> None:
     """Write ``panels`` side by side to ``path``: .svg, .png or .pdf. Raises ConfigurationError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError("pictures need matplotlib: pip install 'wisp[plot]'") from error
+    check_picture(path)
+    from matplotlib.figure import Figure
+
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.2 * columns, 3.8 * rows), layout="constrained")

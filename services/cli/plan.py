@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from services.plots import Line, Panel, draw
+from services.plots import Line, Panel, check_picture, draw
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import CARDS, Card, card_named, find_card
 from wisp_core.planner.estimate import Estimate
@@ -48,6 +48,11 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> None:
     """Print the plan; write its YAML and picture where asked. Raises ConfigurationError."""
+    for option, path in (("--output", options.output), ("--plot", options.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"{option} {path}: there is no directory {path.parent}")
+    if options.plot is not None:
+        check_picture(options.plot)
     plan = make_plan(_request(options))
     console = Console()
     if not console.is_terminal:
@@ -56,13 +61,20 @@ def run_plan(options: PlanOptions) -> None:
     settings = serve_settings(plan, options.model, options.dtype, options.kv_dtype)
     text = yaml.safe_dump(settings, sort_keys=False)
     if options.output is not None:
-        options.output.write_text(text)
+        _write(options.output, text)
     console.print(f"\nwisp serve --config {options.output or 'FILE'}, where the file holds:\n", style="bold")
     typer.echo(text)
     console.print("The same split under a plain vllm serve, where it stays as it is:\n", style="bold")
     typer.echo(vllm_command(plan, options.model, options.dtype, options.kv_dtype))
     if options.plot is not None:
         draw(curve_panels(plan), options.plot)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigurationError(f"--output {path}: {error.strerror}") from error
 
 
 def _request(options: PlanOptions) -> PlanRequest:
@@ -203,13 +215,19 @@ def _print_plan(console: Console, plan: Plan, options: PlanOptions) -> None:
             f"{plan.choice.max_num_batched_tokens} tokens."
         )
     console.print(
-        f"One MiB more would save {plan.solution.marginals.experts_s_per_byte * 2**20:.1e} s/s in experts and "
-        f"{plan.solution.marginals.kv_s_per_byte * 2**20:.1e} s/s in KV. {_why(plan)}"
+        f"One MiB more would save {_saving(plan.solution.marginals.experts_s_per_byte)} as experts and "
+        f"{_saving(plan.solution.marginals.kv_s_per_byte)} as KV. {_why(plan)}"
     )
     console.print(_speed_table(plan))
     console.print(_option_table(plan))
     known = "measured" if request.curves is not None else "assumed (46 % of experts repeat, the rest Zipf)"
     console.print(f"Workload: {plan.workload}. Routing: {known}. Card: {request.card.link}; {request.card.source}.")
+
+
+def _saving(s_per_byte: float) -> str:
+    """What a MiB saves, of the engine's time; a step that costs more saves nothing."""
+    us_per_s = s_per_byte * 2**20 * 1e6
+    return f"{us_per_s:.2g} µs per second" if us_per_s > 0 else "nothing"
 
 
 def _why(plan: Plan) -> str:
@@ -248,7 +266,8 @@ def _speed_table(plan: Plan) -> Table:
     for name in ("expected", "from", "to"):
         table.add_column(name, justify="right")
     chosen, batch = plan.chosen, plan.choice.max_num_seqs
-    for name, estimate, rows in (("1 turn", chosen.decode_one, 1), (f"{batch} turns", chosen.decode_all, batch)):
+    batches = [("1 turn", chosen.decode_one, 1), (f"{batch} turns", chosen.decode_all, batch)]
+    for name, estimate, rows in batches[: 1 if batch == 1 else 2]:
         table.add_row(f"decode step of {name}, ms", *_cells(estimate, 1e3, 1))
         table.add_row(
             f"tokens/s of {name}",

@@ -25,6 +25,7 @@ from wisp_core.planner import estimate
 from wisp_core.planner.cards import H200, find_card
 from wisp_core.planner.estimate import IN_PLACE_TOKENS, EngineChoice, engine_model, memory_layout, other_bytes
 from wisp_core.planner.fit import Fitting, observe
+from wisp_core.planner.model_config import read_config
 from wisp_core.planner.model_shape import ModelShape, read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.engine_model import EngineModel
@@ -194,6 +195,11 @@ def test_where_it_cannot_fit_it_says_what_would_and_that_is_true() -> None:
         plan_for(budget_bytes=round((float(budget[1]) - 0.2) * 1e9))
 
 
+def test_a_budget_that_would_fit_but_is_more_than_the_card_has_is_said_to_be() -> None:
+    with pytest.raises(ConfigurationError, match=r"--vram-budget-gb [\d.]+ \(rtx-3090 has only 25\.4 GB\)"):
+        plan_for(budget_bytes=24 * 10**9, concurrency=200)
+
+
 def test_a_budget_below_the_dense_weights_is_refused_with_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"3\.09 GB weights.*--vram-budget-gb"):
         plan_for(budget_bytes=2 * 10**9)
@@ -264,6 +270,9 @@ def test_a_recording_brings_its_own_curves(tmp_path: Path) -> None:
         (["--card", "l4", "--vram-budget-gb", "40"], "l4 has 24.1 GB"),
         (["--card", "voodoo", "--vram-budget-gb", "24"], "known are"),
         (["--card", "l4", "--vram-budget-gb", "24", "--max-model-len", "50000"], "longest is 40960"),
+        (["--vram-budget-gb", "24", "--output", "/nowhere/x.yaml"], "--output /nowhere/x.yaml: there is no directory"),
+        (["--vram-budget-gb", "24", "--plot", "/nowhere/x.svg"], "--plot /nowhere/x.svg: there is no directory"),
+        (["--vram-budget-gb", "24", "--plot", "x.bmp"], "--plot x.bmp: give a name that ends in .svg"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -271,6 +280,24 @@ def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str
     answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])
     assert answer.exit_code != 0
     assert said in str(answer.exception)
+
+
+def test_a_broken_config_is_named(tmp_path: Path) -> None:
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"config\.json: "):
+            read_config(str(tmp_path))
+
+
+def test_one_turn_is_one_pair_of_rows_and_nothing_saved_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(SHAPES["qwen3-30b-a3b"])))
+    arguments = ["plan", "--model", str(tmp_path), "--vram-budget-gb", "24", "--card", "l4", "--concurrency", "1"]
+    answer = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert "--output" in str(answer.exception), "a directory is no file"
+    assert answer.output.count("tokens/s of 1 turn") == 1
+    saved = re.search(r"One MiB more would save (\S+) .*as experts and\s+(\S+)", answer.output)
+    assert saved is not None
+    assert not any(amount.startswith("-") for amount in saved.groups())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ def read_config(model: str) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--model {model}: {error}") from error
+        raise ConfigurationError(f"--model {model}: {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"--model {model}: {path}: holds no JSON object")
     return config
 
 

@@ -312,11 +312,13 @@ def _what_would_fit(
     experts_bytes, kv_bytes = large.experts_bytes_by_cap[large.min_cap], large.kv_bytes(blocks)
     needed = outside + experts_bytes + kv_bytes
     room_bytes = request.budget_bytes - outside - experts_bytes
+    is_too_small = request.card.memory_bytes < needed
     lines = [
         f"{shape.name} does not fit {request.budget_bytes / 1e9:.1f} GB: {shape.dense_bytes / 1e9:.2f} GB weights, "
         f"{(outside - shape.dense_bytes) / 1e9:.2f} GB activations, staging and context, {experts_bytes / 1e9:.2f} GB "
         f"experts at the smallest cap ({large.min_cap}), {kv_bytes / 1e9:.2f} GB KV for {blocks} blocks (κ_min)",
-        f"it fits with --vram-budget-gb {np.ceil(needed / 1e8) / 10:.1f}",
+        f"it fits with --vram-budget-gb {np.ceil(needed / 1e8) / 10:.1f}"
+        + (f" ({request.card.name} has only {request.card.memory_bytes / 1e9:.1f} GB)" if is_too_small else ""),
     ]
     tokens = large.kv_blocks_within(room_bytes) * choice.block_size
     fewer = request.concurrency * tokens // (blocks * choice.block_size)
