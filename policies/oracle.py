@@ -22,7 +22,7 @@ class Oracle:
     def __post_init__(self) -> None:
         if self.cost is None:
             raise ConfigurationError(
-                "policy.name: oracle knows the trace, so it runs in `wisp simulate` only; a service can run mv_wsa"
+                "policy.name: oracle needs to know the trace: `wisp simulate compare` runs it; a service can run mv_wsa"
             )
 
     def initial_state(self) -> None:

@@ -49,7 +49,9 @@ def _find_factory(name: str) -> Callable[..., AnyPolicy]:
     try:
         factory = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"policy.name: cannot load {target!r}: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = "; its directory has to be on PYTHONPATH" if is_missing else ""
+        raise ConfigurationError(f"policy.name: cannot load {target!r}: {error}{hint}") from error
     if not callable(factory):
         raise ConfigurationError(f"policy.name: {target!r} is a {type(factory).__name__}, not a policy class")
     return factory  # type: ignore[no-any-return]
@@ -58,7 +60,7 @@ def _find_factory(name: str) -> Callable[..., AnyPolicy]:
 def _entry_point(name: str) -> str:
     found = entry_points(group=ENTRY_POINT_GROUP, name=name)
     if not found:
-        known = ", ".join(known_names())
+        known = ", ".join(one for one in known_names() if one != "oracle")  # which no name can start
         raise ConfigurationError(f"policy.name: unknown policy {name!r}; known: {known}, or module:Class")
     return next(iter(found)).value
 

@@ -19,7 +19,7 @@ from loadtests.simulate.machine import hardware, versions
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
 from policies.damping import Damped
 from policies.registry import load_policy
-from services.plots import Line, Panel, draw
+from services.plots import Line, Panel, check_picture, draw
 from wisp_core.contracts import Split
 from wisp_core.errors import ConfigurationError, WispError
 from wisp_core.simulator.recording import read_recording
@@ -39,7 +39,9 @@ Output = Annotated[Path | None, typer.Option(help="The results file; else a new 
 def run(
     work: Annotated[str, typer.Option("--workflow", help=f"One of {', '.join(WORKFLOWS)}.")] = "mixed_tenants",
     trace: Annotated[Path | None, typer.Option(help="A trace instead: WiSP's own, or a public one.")] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of the workflow.")] = 1000,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Turns of the workflow, about: every agent gets a whole number.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the workflow.")] = 0,
     shape: Shape = "qwen3-30b-a3b",
     card: Card = "rtx-4090",
@@ -55,6 +57,8 @@ def run(
     plot: Plot = None,
 ) -> None:
     """Run a workload under policies and static splits, and show them side by side."""
+    if plot is not None:
+        check_picture(plot)
     engine, routing = build_engine(
         shape=shape,
         card=card,
@@ -99,6 +103,8 @@ def compare_policies(
     plot: Plot = None,
 ) -> None:
     """Every policy against the oracle on five workflows at three budgets, and mv_wsa told wrong figures."""
+    if plot is not None:
+        check_picture(plot)
     config = compare.CompareConfig()
     given: dict[str, Any] = {"num_turns": turns, "fit_seed": fit_seed, "judge_seed": judge_seed, "card": card}
     config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
@@ -185,10 +191,15 @@ def _say(text: str) -> None:
 
 
 def _show_runs(trace: Trace, results: dict[str, SimulationResult]) -> None:
-    rows = [{"policy": name, "split": str(one.splits[0])} | one.summary() for name, one in results.items()]
-    columns = "policy split turns refused mean_turn_s p95_turn_s p95_ttft_s turns_per_s prefix_hit_share missed_bytes"
+    missed = "missed, GB"
+    rows = [
+        {"policy": name, "split": str(one.splits[0]), missed: f"{one.summary()['missed_bytes'] / 1e9:,.1f}"}
+        | one.summary()
+        for name, one in results.items()
+    ]
+    columns = "policy split turns refused mean_turn_s p95_turn_s p95_ttft_s turns_per_s prefix_hit_share"
     report.print_table(
-        f"{trace.source}: {len(trace)} turns, {trace.num_clients} clients", rows, [*columns.split(), "resizes"]
+        f"{trace.source}: {len(trace)} turns, {trace.num_clients} clients", rows, [*columns.split(), missed, "resizes"]
     )
 
 

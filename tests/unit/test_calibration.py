@@ -122,9 +122,12 @@ def test_the_run_command_shows_splits_and_policies_side_by_side(tmp_path: Path) 
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 0, answer.output
     assert "cap 12" in answer.output
+    assert "missed, GB" in " ".join(answer.output.replace("┃", " ").split())
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     wrong = CliRunner().invoke(app, ["run", "--cap", "999"])
     assert "128 experts" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, ["run", "--plot", "run.bmp"])
+    assert "ends in .svg" in str(wrong.exception)
 
 
 def test_scale_runs_count_turns_and_time() -> None:

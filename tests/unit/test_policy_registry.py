@@ -57,6 +57,12 @@ def test_the_default_policies_are_announced_as_entry_points() -> None:
     assert {"mv_wsa", "static_split"} <= set(known_names())
 
 
+def test_the_oracle_is_not_offered_where_a_name_is_unknown() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_policy("orakel", {})
+    assert "oracle" not in str(caught.value)
+
+
 def test_module_and_class(outside: Path) -> None:
     policy = load_policy("outside_policy:KeepsCap", {"cap": 5})
     assert policy.cap == 5  # type: ignore[attr-defined]
@@ -71,7 +77,7 @@ def test_entry_point_of_another_distribution(outside: Path) -> None:
     ("name", "settings", "text"),
     [
         ("mv_wsaa", {}, r"policy\.name: unknown policy 'mv_wsaa'; known: .*mv_wsa, .*static_split, .*or module:Class"),
-        ("no_such_module:Policy", {}, r"policy\.name: cannot load 'no_such_module:Policy': No module named"),
+        ("no_such_module:Policy", {}, r"policy\.name: cannot load 'no_such_module:Policy': No module .* PYTHONPATH"),
         ("outside_policy:Missing", {}, r"policy\.name: cannot load 'outside_policy:Missing'"),
         (":KeepsCap", {}, r"policy\.name: cannot load ':KeepsCap'"),
         ("outside_policy:NUMBER", {}, r"policy\.name: 'outside_policy:NUMBER' is a int, not a policy class"),

@@ -70,7 +70,7 @@ def test_without_a_curve_there_is_no_working_set() -> None:
 def test_the_oracle_takes_what_is_truly_cheapest_and_is_refused_where_nothing_is_known() -> None:
     oracle = Oracle(cost=lambda snapshot, split: abs(split.cap - 3.0))
     assert split_of(oracle, wants_experts()).cap == 3
-    with pytest.raises(ConfigurationError, match=r"oracle knows the trace.*simulate"):
+    with pytest.raises(ConfigurationError, match=r"`wisp simulate compare` runs it"):
         load_policy("oracle", {})
 
 
