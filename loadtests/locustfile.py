@@ -6,6 +6,7 @@ for so long, then the other, so that what the service is asked for has phases.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import random
@@ -16,6 +17,7 @@ from typing import Any
 
 from locust import HttpUser, between, events, task
 from locust.env import Environment
+from locust.stats import PERCENTILES_TO_REPORT, StatsCSV
 
 from services.demo.workload import Agent, AgentSpec, Turn
 
@@ -33,6 +35,19 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--wisp-keys", default="{}", help="JSON: key file by tenant.")
     parser.add_argument("--wisp-long-words", type=int, default=1500, help="Words of a long document.")
     parser.add_argument("--wisp-phase-s", type=float, default=0.0, help="Length of a phase; 0: none.")
+    parser.add_argument("--wisp-stats", default="", help="Write the table at the very end here, as CSV.")
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]
+def _write_stats_at_the_end(environment: Environment, **_: Any) -> None:
+    """What Locust writes by ``--csv`` lacks the last seconds: it is flushed now and then only."""
+
+    def write(**_: Any) -> None:
+        if environment.parsed_options.wisp_stats:
+            with Path(environment.parsed_options.wisp_stats).open("w", newline="") as file:
+                StatsCSV(environment, PERCENTILES_TO_REPORT).requests_csv(csv.writer(file))
+
+    environment.events.quit.add_listener(write)
 
 
 class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,11 @@ from services.app import Service
 from services.preflight import checked_start
 from services.secret_files import read_or_create, secret_path
 from services.service_file import read_service_file
-from wisp_core.errors import EngineUnavailableError
+from services.start_progress import told_progress
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
 LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
+_RUN_TIME = re.compile(r"\d+|(?=\d)(\d+h)?(\d+m)?(\d+s)?")
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,28 @@ class Counters:
 
 
 def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool) -> int:
-    """Run Locust headless and print the summary; the exit code is Locust's: 1 if any turn failed."""
+    """Run Locust headless and print the summary; the exit code is Locust's: 1 if any turn failed.
+
+    Raises ConfigurationError for a ``run_time`` that Locust would not take.
+    """
+    if not _RUN_TIME.fullmatch(run_time):
+        raise ConfigurationError(f"--run-time {run_time}: give seconds, or a time such as 30s, 5m or 1h30m")
     with ExitStack() as stack:
         if is_own_service:
             from services.demo.run import prepare_demo
 
             config = prepare_demo("mv_wsa")
             stack.enter_context(checked_start(config))
-            stack.enter_context(Service(config))
+            with told_progress(Console(stderr=True).print):
+                stack.enter_context(Service(config))
             state_dir = config.state_dir
         facts = read_service_file(state_dir)
         admin_key = read_or_create(secret_path(state_dir, "admin"))
         before = Counters.read(facts["url"], admin_key)
         code, rows = run_locust(facts, users, run_time)
         after = Counters.read(facts["url"], admin_key)
-    _print_summary(rows, after, before)
+    if rows:
+        _print_summary(rows, after, before)
     return code
 
 
@@ -83,11 +93,11 @@ def run_locust(
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "locust", "-f", str(LOCUST_FILE), "--headless", "--only-summary"]
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", run_time, "--stop-timeout", "60"]
-        command += ["--host", facts["url"], "--csv", f"{directory}/load", "--loglevel", "WARNING"]
+        command += ["--host", facts["url"], "--loglevel", "WARNING", "--wisp-stats", f"{directory}/stats.csv"]
         command += ["--wisp-model", facts["model"], "--wisp-keys", json.dumps(facts["key_files"])]
         done = subprocess.run([*command, *extra], check=False)
         try:
-            with (Path(directory) / "load_stats.csv").open(newline="") as file:
+            with (Path(directory) / "stats.csv").open(newline="") as file:
                 return done.returncode, list(csv.DictReader(file))
         except FileNotFoundError:
             return done.returncode or 1, []
@@ -98,7 +108,8 @@ def _print_summary(rows: list[dict[str, str]], after: Counters, before: Counters
     table = Table(title="Clients (Locust)")
     for name in ("what", "requests", "failures", "median, ms", "95 %, ms", "per s"):
         table.add_column(name)
-    for row in rows:
+    # Not the sum over all rows: a turn and its first piece are a row each.
+    for row in (row for row in rows if row["Name"] != "Aggregated"):
         table.add_row(
             f"{row['Type']} {row['Name']}".strip(),
             row["Request Count"],
