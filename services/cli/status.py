@@ -47,7 +47,7 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     console.print(_sessions(status["sessions"]))
 
 
-def _print_entry(console: Console, first: str, second: str) -> None:
+def print_entry(console: Console, first: str, second: str) -> None:
     """Two lines, the second set in: nine figures, or a reason, do not fit into columns."""
     console.print(Text(first))
     console.print(Padding(Text(second), (0, 0, 0, 2), expand=False))
@@ -65,7 +65,7 @@ def _print_replica(replica: dict[str, Any], console: Console) -> None:
         if one.get("layout", {}).get("is_paged", True)
         else f"not paged, {one['split']['kv_blocks']} blocks"
     )
-    _print_entry(
+    print_entry(
         console,
         f"{one['replica_id']}  {'resizing' if one['is_resizing'] else state}; {split}, "
         f"{kv['used_blocks']} of them used",
@@ -84,7 +84,7 @@ def _print_decisions(replica: dict[str, Any], console: Console) -> None:
             done = f"{outcome['outcome']}: {outcome['reason']}"
         before, decided = _split(record["before"]), _split(record["decision"]["split"])
         change = before if before == decided else f"{before} -> {decided}"
-        _print_entry(
+        print_entry(
             console,
             f"{record['replica_id']}  {change}; {done}",
             f"{record['policy']}: {record['decision']['reason']}",

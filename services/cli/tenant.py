@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -9,7 +10,6 @@ from urllib.parse import quote
 import httpx
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
@@ -42,28 +42,25 @@ def add(
 @app.command(name="list")
 def list_all(state_dir: StateDir = Path(".wisp")) -> None:
     """Show every tenant's limits and usage."""
-    table = Table(title="Tenants")
-    for column in ("tenant", "from", "keys", "isolation"):
-        table.add_column(column, overflow="fold")
-    for column in ("requests/min", "tokens/min", "turns", "weight", "KV share", "turns done", "failed", "tokens used"):
-        table.add_column(column, justify="right")
-    for one in _call(state_dir, "GET")["tenants"]:
+    print_tenants(_call(state_dir, "GET")["tenants"], Console())
+
+
+def print_tenants(tenants: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print a few lines for each of ``tenants``: twelve figures do not fit into columns."""
+    from services.cli.status import print_entry
+
+    for one in tenants:
         usage = one["usage"]
-        table.add_row(
-            one["tenant_id"],
-            "file" if one["is_from_file"] else "admin",
-            " ".join(one["keys"]),
-            one["isolation"],
-            str(one["requests_per_minute"]),
-            str(one["tokens_per_minute"]),
-            str(one["max_concurrent_turns"]),
-            f"{one['weight']:g}",
-            f"{one['kv_share']:g}",
-            str(usage["turns"]),
-            str(usage["failed_turns"]),
-            str(usage["prompt_tokens"] + usage["completion_tokens"]),
+        source = "the file" if one["is_from_file"] else "the admin API"
+        print_entry(
+            console,
+            f"{one['tenant_id']}  from {source}, {one['isolation']}; keys {' '.join(one['keys']) or 'none'}",
+            f"{one['requests_per_minute']} requests/min, {one['tokens_per_minute']} tokens/min, "
+            f"{one['max_concurrent_turns']} turns at once; weight {one['weight']:g}, KV share "
+            f"{one['kv_share']:g}\n"
+            f"{usage['turns']} turns done, {usage['failed_turns']} of them failed; "
+            f"{usage['prompt_tokens'] + usage['completion_tokens']} tokens used",
         )
-    Console().print(table)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What `wisp status` prints is readable in a terminal of 80 columns."""
+"""What `wisp status` and `wisp tenant list` print is readable in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from services.cli.status import print_status
+from services.cli.tenant import print_tenants
 
 SESSION = {
     "session_key": "initech/user-0/burst-0-1",
@@ -86,3 +87,25 @@ def test_a_decision_says_what_changed_how_it_ended_and_why() -> None:
     assert "vr3bbh0o 11 slots, 314 blocks -> 21 slots, 194 blocks; deferred: 194 KV blocks are below" in text
     assert "vr3bbh0o 11 slots, 314 blocks; hold mv_wsa: hold: no decode step in the window" in text
     assert "12 slots, 302 blocks; pending mv_wsa: [half] of the budget" in text
+
+
+def test_a_tenant_is_readable() -> None:
+    out = io.StringIO()
+    tenant = {
+        "tenant_id": "initech",
+        "is_from_file": False,
+        "keys": ["0a1b2c3d", "4e5f6071"],
+        "isolation": "shared",
+        "requests_per_minute": 600,
+        "tokens_per_minute": 200_000,
+        "max_concurrent_turns": 16,
+        "weight": 2.0,
+        "kv_share": 0.5,
+        "usage": {"turns": 1234, "failed_turns": 1, "prompt_tokens": 5_000_000, "completion_tokens": 600_000},
+    }
+    print_tenants([tenant], Console(file=out, width=80))
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        "initech  from the admin API, shared; keys 0a1b2c3d 4e5f6071",
+        "  600 requests/min, 200000 tokens/min, 16 turns at once; weight 2, KV share 0.5",
+        "  1234 turns done, 1 of them failed; 5600000 tokens used",
+    ]
