@@ -62,6 +62,8 @@ def what_is_wrong(details: ErrorDetails) -> str:
 def _line(details: ErrorDetails, model: type[BaseModel]) -> str:
     if details["type"] == "value_error" and not details["loc"]:
         return what_is_wrong(details)  # Says of itself which settings do not go together.
+    if not details["loc"] and details["input"] is None:
+        return "the file is empty"
     name = ".".join(map(str, details["loc"])) or "the file"
     section, field = _find(model, details["loc"][:-1]), str(details["loc"][-1]) if details["loc"] else ""
     if details["type"] == "extra_forbidden":

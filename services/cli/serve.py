@@ -40,7 +40,8 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, redis_url)
     interrupt_by_signals()
-    typer.echo(f"wisp: starting {config.num_replicas} replicas of {config.model.name}", err=True)
+    replicas = "1 replica" if config.num_replicas == 1 else f"{config.num_replicas} replicas"
+    typer.echo(f"wisp: starting {replicas} of {config.model.name}", err=True)
     with checked_start(config), contextlib.ExitStack() as stack:
         with told_progress(lambda line: typer.echo(f"wisp: {line}", err=True)):
             service = stack.enter_context(Service(config))

@@ -32,19 +32,20 @@ def test_a_bad_file_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_that_is_interrupted_says_so(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGINT, "1 replica"), (signal.SIGTERM, "2 replicas")])
+def test_a_start_that_is_interrupted_says_so(tmp_path: Path, number: signal.Signals, count: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     path = tmp_path / "service.yaml"
     path.write_text(
-        f"state_dir: {tmp_path}/state\nmodel: {{path: {tmp_path}/model}}\nreplica: {{vram_budget_bytes: 1000}}\n"
+        f"state_dir: {tmp_path}/state\nmodel: {{path: {tmp_path}/model}}\n"
+        f"replica: {{vram_budget_bytes: 1000, count: {count[0]}}}\n"
         f"tenants: [{{tenant_id: acme, key_file: {tmp_path}/acme.key}}]\n"
     )
     command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
         assert started.stderr is not None
-        assert "starting 2 replicas" in started.stderr.readline()
+        assert f"starting {count} of" in started.stderr.readline()
         started.send_signal(number)
         rest = started.stderr.read()
         assert (started.wait(30), "interrupted, stopping" in rest) == (130, True)

@@ -78,6 +78,12 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
         ServiceConfig.load(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("text", ["", "# to come\n"])
+def test_an_empty_file_is_called_empty(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^--config \S+:\n  the file is empty$"):
+        ServiceConfig.load(write(tmp_path, text))
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "service.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="UTF-8"):

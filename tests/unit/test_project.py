@@ -1,9 +1,10 @@
 """Project files agree with each other: README's tree, its commands, the pinned set, the names in the package."""
 
 import re
+import subprocess
 import tomllib
 from collections import Counter
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,16 @@ def test_entry_points_load(group: str) -> None:
     assert own
     for point in own:
         assert (ROOT / Path(*point.module.split("."))).with_suffix(".py").exists()
+
+
+def test_the_lines_of_readme_supply_the_metadata_that_vllm_serve_asks_for(tmp_path: Path) -> None:
+    lines = re.findall(r"^(?:mkdir -p|printf) .*shim/.*$", README, re.MULTILINE)
+    subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=tmp_path, check=True)
+    (found,) = distributions(name="vllm", path=[str(tmp_path / ".wisp" / "shim")])
+    assert found.version == "0.32.0+cpu"
+
+
+def test_the_tenant_commands_of_readme_reach_the_service_that_it_starts() -> None:
+    commands = re.findall(r"^wisp tenant .*$", README, re.MULTILINE)
+    assert len(commands) == 5
+    assert all("--state-dir .wisp/demo" in one for one in commands)
