@@ -29,6 +29,7 @@ from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
 from services.service_file import remove_service_file, write_service_file
+from services.start_progress import log_directory
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation
 from wisp_core.errors import ConfigurationError, EngineUnavailableError, WispError
@@ -207,7 +208,9 @@ class Service:
             # Serve says only which deployment failed; why is in its status.
             deployments = serve.status().applications[self.config.name].deployments
             reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()]
-            raise ConfigurationError("the service did not start:\n" + "\n".join(reasons)) from error
+            raise ConfigurationError(
+                f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
+            ) from error
 
     @property
     def policy_app(self) -> str:
