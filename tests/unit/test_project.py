@@ -55,9 +55,15 @@ def test_test_files_have_names_of_their_own() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in target]
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("page", ["README.md", "loadtests/results/README.md", "policies/GUIDE.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert [one for one in targets if "://" not in one and not (ROOT / page).parent.joinpath(one).exists()] == []
+
+
+def test_every_result_is_told_of() -> None:
+    pages = README + (ROOT / "loadtests/results/README.md").read_text()
+    assert [one.name for one in (ROOT / "loadtests/results").glob("*.json") if one.name not in pages] == []
 
 
 def test_the_pinned_set_is_exact_and_satisfies_the_metadata() -> None:
