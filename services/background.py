@@ -18,7 +18,8 @@ class BackgroundTasks:
         for task in self._tasks:
             if task.done():
                 error = None if task.cancelled() else task.exception()
-                raise RuntimeError(f"{task.get_name()} has ended") from error
+                # In words too: Serve tells of a failed health check without its cause.
+                raise RuntimeError(f"{task.get_name()} has ended: {error!r}") from error
 
     async def stop(self) -> None:
         """Cancel all and wait for their ends."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import uvloop
 from store_values import SPLIT, open_redis_store, placement, plan, snapshot, tenant, turn
 
 from wisp_core.contracts import Decision, DecisionRecord, Outcome, Placement, ResizeOutcome, Signature, TurnRecord
@@ -18,6 +20,9 @@ from wisp_core.store.keys import SIGNATURE_TTL_S
 from wisp_core.store.redis_store import RedisStore
 from wisp_core.store.signature_parts import MAX_PARTS
 from wisp_core.working_set.signature import pack, use_rates
+
+if TYPE_CHECKING:
+    from conftest import ValkeyProcess
 
 
 async def test_snapshots_are_listed_replaced_and_deleted(store: Store) -> None:
@@ -327,3 +332,30 @@ async def test_watching_outlives_a_restart_with_empty_data(valkey) -> None:
     await watcher.aclose()
     await store.close()
     await writer.close()
+
+
+def test_whoever_waits_for_plans_outlives_every_end_of_redis(valkey: ValkeyProcess) -> None:
+    """In uvloop, as Serve has it: connections that end while they begin raise what is no error of Redis's there."""
+
+    async def follow(store: RedisStore) -> None:
+        async for _ in store.watch_plans("r", period_s=0.05):
+            pass
+
+    async def kill_again_and_again() -> list[asyncio.Task[None]]:
+        ended = []
+        for number in range(20):
+            store = open_redis_store(valkey)
+            tasks = [asyncio.create_task(follow(store)) for _ in range(16)]
+            await asyncio.sleep(number * 0.001)
+            valkey.kill()
+            await asyncio.sleep(0.1)
+            valkey.start()
+            ended += [task for task in tasks if task.done()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await store.close()
+        return ended
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(kill_again_and_again()) == []

@@ -14,6 +14,9 @@ from redis.exceptions import RedisError
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.breaker import CircuitBreaker
 
+FAILURES = (RedisError, OSError, RuntimeError)
+"""What redis-py raises when Redis goes away. A RuntimeError is uvloop's, for a write to a connection that has ended."""
+
 
 class Connection:
     """A Redis client for one event loop. Connects at the first call, and again by itself after an outage."""
@@ -46,7 +49,7 @@ class Connection:
         self.round_trips += 1
         try:
             yield self.client
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self._breaker.record_failure()
             raise StoreUnavailableError(f"Redis: {type(error).__name__}") from error
         self._breaker.record_success()

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
 
 from wisp_core import contracts as c
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store import scripts, signature_parts
-from wisp_core.store.connection import Connection
+from wisp_core.store.connection import FAILURES, Connection
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import (
     tenant_of,
@@ -362,7 +361,7 @@ async def _wait_for_wakeup(wakeups: PubSub, channel: str, period_s: float) -> No
         while (left_s := deadline_s - time.monotonic()) > 0:
             if await wakeups.get_message(timeout=left_s) is not None:
                 return
-    except (RedisError, OSError):
+    except FAILURES:
         await asyncio.sleep(max(0.0, deadline_s - time.monotonic()))
 
 
