@@ -37,7 +37,7 @@ class EngineConfig:
     engine_args: dict[str, Any]
     env: dict[str, str]
     kv_bytes: int  # the KV cache of every engine
-    timeout_s: float = 240.0  # of one engine, start included
+    timeout_s: float = 600.0  # of one engine, start included; a busy host takes minutes
     routing: str = "trace"  # or "real": the model's own router
     trace_seed: int = 0
     wisp: dict[str, Any] = field(default_factory=dict)  # settings of the paged engine beside its cap

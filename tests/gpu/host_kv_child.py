@@ -1,4 +1,4 @@
-"""The engine of `test_host_kv`: sessions that return while the balloon moves, one JSON line about their answers."""
+"""The engine of `test_host_kv_gpu`: sessions that return while the balloon moves, one JSON line about their answers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def writer(model: str, store_dir: str) -> dict[str, Any]:
 
 def run(model: str, wisp: dict[str, Any] | None, *, is_eager: bool = False) -> dict[str, Any]:
     command = [sys.executable, str(CHILD), json.dumps({"model": model, "wisp": wisp, "is_eager": is_eager})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

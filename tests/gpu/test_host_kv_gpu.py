@@ -56,7 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "vocab_size": 150_000,
     }
     done = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps(job)], capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, str(CHILD), json.dumps(job)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
