@@ -23,17 +23,18 @@ class Confirmation:
 class Damping:
     """The bounds, and the pure function that applies them to one decision.
 
-    ``confirmations`` epochs in a row must agree on the direction; a move of fewer bytes than
-    ``dead_zone_fraction`` of the budget, or one that is predicted to save less than ``min_gain_fraction`` of the
-    current cost, is a hold (a policy that predicts no cost is not asked for a gain); one step moves at most
-    ``max_step_fraction`` of the budget, but always at least one cap. A replica whose split breaks a bound (a floor
-    that rose, a budget that fell) is moved at once and all the way.
+    ``confirmations`` epochs in a row must agree on the direction. A move that is predicted to save less than
+    ``min_gain_fraction`` of the current cost is a hold, and so is one of a policy that predicts no cost when it is of
+    fewer bytes than ``dead_zone_fraction`` of the budget: at a cliff one slot is worth more than ten elsewhere, so a
+    size says nothing where a gain is known. One step moves at most ``max_step_fraction`` of the budget, but always at
+    least one cap. A replica whose split breaks a bound (a floor that rose, a budget that fell) is moved at once and all
+    the way.
     """
 
     confirmations: int = 2
     dead_zone_fraction: float = 0.05
     max_step_fraction: float = 1.0
-    min_gain_fraction: float = 0.02
+    min_gain_fraction: float = 0.03
 
     def __post_init__(self) -> None:
         bounds = {
@@ -70,13 +71,13 @@ class Damping:
 
     def _too_little(self, snapshot: ReplicaSnapshot, wanted: Decision, target: Split) -> str | None:
         moved_bytes = _moved_bytes(snapshot, target)
+        if wanted.predicted_cost is not None and wanted.current_cost is not None and moved_bytes:
+            gain, least = wanted.current_cost - wanted.predicted_cost, self.min_gain_fraction * wanted.current_cost
+            return f"a gain of {gain:.4f} s/s is below {least:.4f}" if gain < least else None
         dead_zone_bytes = self.dead_zone_fraction * snapshot.budget_bytes
         if moved_bytes == 0 or moved_bytes < dead_zone_bytes:
             return f"a move of {moved_bytes} bytes is inside the dead zone of {dead_zone_bytes:.0f}"
-        if wanted.predicted_cost is None or wanted.current_cost is None:
-            return None
-        gain, least = wanted.current_cost - wanted.predicted_cost, self.min_gain_fraction * wanted.current_cost
-        return f"a gain of {gain:.4f} s/s is below {least:.4f}" if gain < least else None
+        return None
 
     def _step(self, snapshot: ReplicaSnapshot, wanted: Decision, target: Split) -> Decision:
         """``target``, or the farthest cap towards it that moves at most the largest step."""

@@ -153,9 +153,11 @@ class DampingSettings(Section):
     """Bounds around any policy: a change is made only when confirmed, large enough and not too large."""
 
     confirmations: int = Field(default=2, ge=1, description="Epochs in a row that must agree on the direction.")
-    dead_zone_fraction: float = Field(default=0.05, ge=0, le=1, description="Smallest move, fraction of the budget.")
+    dead_zone_fraction: float = Field(
+        default=0.05, ge=0, le=1, description="Smallest move where no cost is predicted, fraction of the budget."
+    )
     max_step_fraction: float = Field(default=1.0, gt=0, le=1, description="Largest move, fraction of the budget.")
-    min_gain_fraction: float = Field(default=0.02, ge=0, description="Least predicted gain, fraction of the cost.")
+    min_gain_fraction: float = Field(default=0.03, ge=0, description="Least predicted gain, fraction of the cost.")
 
 
 class PolicySettings(Section):

@@ -24,10 +24,20 @@ def test_nothing_known_means_all_that_a_turn_may_put_out() -> None:
 def test_expected_output_is_learnt_and_stays_within_the_turn_s_limit() -> None:
     lengths = OutputLengths()
     for _ in range(50):
-        lengths.observe(40)
+        lengths.observe(40, 100)
     assert lengths.expect(turn(10, limit=100)) == 40
     assert lengths.expect(turn(10, limit=20)) == 20
     assert lengths.expect(turn(10, output=60, limit=100)) == 61
+
+
+def test_limits_foretell_a_new_kind_of_turn_where_they_foretold_the_others() -> None:
+    told, same_for_all = OutputLengths(), OutputLengths()
+    for output in (8, 16, 12, 10) * 10:
+        told.observe(output, output)
+        same_for_all.observe(output, 4096)
+    assert told.expect(turn(10, limit=90)) == 90
+    assert same_for_all.expect(turn(10, limit=4096)) == pytest.approx(12, abs=2)
+    assert same_for_all.expect(turn(10, limit=90)) == pytest.approx(12, abs=2), "one that differs is no evidence"
 
 
 def test_the_floor_is_the_longest_request_when_nothing_runs() -> None:

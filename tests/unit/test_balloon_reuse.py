@@ -176,6 +176,17 @@ def test_a_turn_that_waits_counts_and_is_known_better_once_it_is_admitted() -> N
     assert window.rates(10.0, 1e9) == pytest.approx([0.0, 0.0]), "it has gone before it was admitted"
 
 
+def test_what_is_learnt_of_a_turn_while_it_runs_or_at_its_end_counts() -> None:
+    window = TurnWindow(2, memory_s=10.0)
+    window.begin("a", np.array([1.0, 12.0]), 0.0)
+    window.learn("a", 1, 90.0)
+    assert window.rates(10.0, 1e9)[1] == pytest.approx(90 / 20)
+    window.learn("a", 1, 60.0)
+    window.end("a", 10.0)
+    window.learn("a", 1, 1000.0)
+    assert window.rates(10.0, 1e9) == pytest.approx([1 / 20, 60 / 20])
+
+
 def test_what_reuse_would_save_is_told_without_a_use() -> None:
     reuse = PrefixReuse(max_blocks=64, block_tokens=16, pass_tokens=64)
     reuse.admit("a", blocks("a", 4))

@@ -77,6 +77,13 @@ def test_small_gains_are_held_and_a_policy_without_predictions_is_not_asked_for_
     assert caps_decided(Wish((8,)), damping, 1) == [8]
 
 
+def test_a_small_move_is_made_where_it_is_predicted_to_gain_enough() -> None:
+    damping = Damping(confirmations=1, dead_zone_fraction=0.9, min_gain_fraction=0.1)
+    assert caps_decided(Wish((5,), gain=0.11), damping, 1) == [5]
+    assert caps_decided(Wish((5,), gain=0.09), damping, 2) == [4, 4]
+    assert caps_decided(Wish((5,)), damping, 2) == [4, 4]
+
+
 @pytest.mark.parametrize(("goal", "path"), [(8, [4, 6, 8, 8]), (2, [4, 2, 2, 2])])
 def test_a_large_move_is_made_in_steps_without_confirming_each(goal: int, path: list[int]) -> None:
     damping = Damping(confirmations=2, max_step_fraction=2.5 * 4 / 42)

@@ -22,6 +22,7 @@ _REMEMBERED_POOLS = 4
 
 _NUM_AMOUNTS = 4
 """Of a turn: itself, prompt tokens, passes without a cache, output tokens; then what reuse saves, by distance."""
+_OUTPUT_TOKENS = 3
 
 
 class TurnMeter:
@@ -73,6 +74,7 @@ class TurnMeter:
         used_blocks = self._balloon.used_blocks
         self._observe(now_s, running, waiting)
         observed_s = now_s - self._started_s
+        self._expect_outputs()
         asked = self._asked.rates(now_s, observed_s)
         turns, prompt_tokens, prompt_passes, output_tokens = asked[:_NUM_AMOUNTS].tolist()
         host = self._host.rates(now_s, observed_s) if self._host is not None else HostKvRates()
@@ -156,15 +158,23 @@ class TurnMeter:
     def note_finished(self, request: Any) -> None:
         """A turn ends; its blocks stay cached, with its output in them."""
         if request.status != RequestStatus.FINISHED_ABORTED:
-            self._demand.lengths.observe(request.num_output_tokens)
+            self._demand.lengths.observe(request.num_output_tokens, request.max_tokens)
         elif request.num_computed_tokens == 0:
             self._asked.forget(request.request_id)
+        self._asked.learn(request.request_id, _OUTPUT_TOKENS, request.num_output_tokens)
         self._asked.end(request.request_id, time.monotonic())
         if self._scheduler.kv_cache_manager.enable_caching:
             self._reuse.end(request.request_id, self._hashes(request))
             if prompt_hashes := self._prompt_hashes(request):
                 # The next turn repeats the prompt; of the answer it may repeat a part, or other tokens for its text.
                 self._returns.end(prompt_hashes[-1], time.monotonic())
+
+    def _expect_outputs(self) -> None:
+        """Turns write more than was expected when they came, as the first ones of a new kind."""
+        for request in self._scheduler.requests.values():
+            if not request.is_finished():
+                expected = self._demand.lengths.expect(self._turn(request))
+                self._asked.learn(request.request_id, _OUTPUT_TOKENS, expected)
 
     def _observe(self, now_s: float, running: list[Turn], waiting: list[Turn]) -> None:
         used_blocks = self._balloon.used_blocks

@@ -33,22 +33,39 @@ class Turn:
 
 
 class OutputLengths:
-    """Expected output length: the decayed mean of finished turns, within what a turn asked for."""
+    """Expected output length: a decayed mean over finished turns, of their lengths or of the part of their limit.
+
+    Clients that know how long an answer will be say so, and then a new kind of turn is foretold before one of its kind
+    has finished; others send one limit for all. What has foretold the finished turns better is believed.
+    """
 
     def __init__(self) -> None:
-        self._mean_tokens: float | None = None
+        self._means: tuple[float, float] | None = None  # tokens, part of the limit
+        self._errors = (0.0, 0.0)
 
-    def observe(self, output_tokens: int) -> None:
+    def observe(self, output_tokens: int, max_output_tokens: int) -> None:
         """Count a finished turn."""
-        if self._mean_tokens is None:
-            self._mean_tokens = float(output_tokens)
-        self._mean_tokens = _FORGETTING * self._mean_tokens + (1 - _FORGETTING) * output_tokens
+        seen = (float(output_tokens), output_tokens / max(1, max_output_tokens))
+        if self._means is None:
+            self._means = seen
+        foretold = (self._means[0], self._means[1] * max_output_tokens)
+        self._errors = _faded(self._errors, (abs(foretold[0] - output_tokens), abs(foretold[1] - output_tokens)))
+        self._means = _faded(self._means, seen)
 
     def expect(self, turn: Turn) -> int:
         """Tokens that ``turn`` will have put out at its end; all it may, as long as no turn has finished."""
-        if self._mean_tokens is None:
+        if self._means is None:
             return turn.max_output_tokens
-        return min(turn.max_output_tokens, max(round(self._mean_tokens), turn.output_tokens + 1))
+        is_limit_better = self._errors[1] < self._errors[0]
+        tokens = self._means[1] * turn.max_output_tokens if is_limit_better else self._means[0]
+        return min(turn.max_output_tokens, max(round(tokens), turn.output_tokens + 1))
+
+
+def _faded(means: tuple[float, float], seen: tuple[float, float]) -> tuple[float, float]:
+    return (
+        _FORGETTING * means[0] + (1 - _FORGETTING) * seen[0],
+        _FORGETTING * means[1] + (1 - _FORGETTING) * seen[1],
+    )
 
 
 class TimeShares:

@@ -41,6 +41,11 @@ class TurnWindow:
         if turn in self._present:
             self._present[turn] = (self._present[turn][0], amounts)
 
+    def learn(self, turn: Hashable, kind: int, amount: float) -> None:
+        """One of its amounts is known better, while it runs or at its end."""
+        if turn in self._present:
+            self._present[turn][1][kind] = amount
+
     def forget(self, turn: Hashable) -> None:
         """It has gone without having been admitted, and asks for nothing."""
         self._present.pop(turn, None)
