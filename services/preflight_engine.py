@@ -16,6 +16,7 @@ from typing import Any
 
 from services.config import ModelSettings, ReplicaSettings
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
+from wisp_core.pager.support import refused_experts
 from wisp_core.planner.model_shape import ModelShape, read_shape
 
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
@@ -31,6 +32,7 @@ def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
     if (found := _shape_of(model, replica)) is None:
         return  # On the hub, or a layout that only vLLM may know.
     config, shape = found
+    check_experts(shape, replica)
     check_caps(shape, replica)
     max_model_len = _max_model_len(config, shape, replica)
     check_budget(shape, replica, kv_tokens=0 if config.get("sliding_window") else max_model_len)
@@ -99,6 +101,21 @@ def _has_no_experts(config: dict[str, Any]) -> bool:
     """Whether a config with the usual sizes names nothing like experts, under whatever name."""
     words = json.dumps(config).lower()
     return "num_hidden_layers" in words and not any(word in words for word in ("expert", "moe"))
+
+
+def check_experts(shape: ModelShape, replica: ReplicaSettings) -> None:
+    """Raises ConfigurationError for experts that no engine can page."""
+    quantization = shape.quantization if shape.has_quantized_experts else None
+    if shape.quantization == "none":
+        quantization = replica.engine.get("quantization")
+    reasons = refused_experts(
+        quantization=quantization,
+        has_bias=shape.has_expert_bias,
+        num_experts=shape.num_experts,
+        is_on_gpu=replica.num_gpus > 0,
+    )
+    if reasons:
+        raise ConfigurationError(f"model.path: {shape.name} cannot be paged: {'; '.join(reasons)}")
 
 
 def check_caps(shape: ModelShape, replica: ReplicaSettings) -> None:

@@ -17,10 +17,11 @@ from rich.table import Table
 
 from services.plots import Line, Panel, check_picture, draw
 from wisp_core.errors import ConfigurationError
+from wisp_core.pager.support import refused_experts
 from wisp_core.planner.cards import CARDS, Card, card_named, find_card
 from wisp_core.planner.estimate import Estimate
 from wisp_core.planner.model_config import read_config
-from wisp_core.planner.model_shape import read_shape
+from wisp_core.planner.model_shape import ModelShape, read_shape
 from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.recording import read_recording
 
@@ -47,17 +48,47 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Print the plan; write its YAML and picture where asked. Raises ConfigurationError."""
+    """Print the plan; write its YAML and picture where asked. Raises ConfigurationError.
+
+    A model that no engine can page yet is planned all the same, without settings to serve it.
+    """
     for option, path in (("--output", options.output), ("--plot", options.plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"{option} {path}: there is no directory {path.parent}")
     if options.plot is not None:
         check_picture(options.plot)
-    plan = make_plan(_request(options))
+    request = _request(options)
+    refused = _refused(request.shape)
+    if refused and options.output is not None:
+        raise ConfigurationError(
+            f"--output: `wisp serve` refuses {options.model}: {refused}; leave it out to see the plan"
+        )
+    plan = make_plan(request)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     _print_plan(console, plan, options)
+    if refused:
+        console.print(f"\nThere are no settings for it: `wisp serve` refuses {options.model}: {refused}.", style="bold")
+    else:
+        _print_settings(console, plan, options)
+    if options.plot is not None:
+        draw(curve_panels(plan), options.plot)
+
+
+def _refused(shape: ModelShape) -> str:
+    """Why an engine on a GPU would refuse to page these experts; empty: it would not."""
+    return "; ".join(
+        refused_experts(
+            quantization=shape.quantization if shape.has_quantized_experts else None,
+            has_bias=shape.has_expert_bias,
+            num_experts=shape.num_experts,
+            is_on_gpu=True,
+        )
+    )
+
+
+def _print_settings(console: Console, plan: Plan, options: PlanOptions) -> None:
     settings = serve_settings(plan, options.model, options.dtype, options.kv_dtype)
     text = yaml.safe_dump(settings, sort_keys=False)
     if options.output is not None:
@@ -66,8 +97,6 @@ def run_plan(options: PlanOptions) -> None:
     typer.echo(text)
     console.print("The same split under a plain vllm serve, where it stays as it is:\n", style="bold")
     typer.echo(vllm_command(plan, options.model, options.dtype, options.kv_dtype))
-    if options.plot is not None:
-        draw(curve_panels(plan), options.plot)
 
 
 def _write(path: Path, text: str) -> None:
@@ -144,7 +173,8 @@ def serve_settings(plan: Plan, model: str, dtype: str | None, kv_dtype: str) -> 
             "num_gpus": 1,
             "vram_budget_bytes": plan.request.budget_bytes,
             "other_bytes": plan.other_bytes,
-            "initial_cap": plan.split.cap,
+            # A cap would have even a model that fits paged: the bypass is for whoever asks for none.
+            **({} if plan.is_whole else {"initial_cap": plan.split.cap}),
             "engine": engine,
         },
         "policy": {"name": "mv_wsa"},

@@ -209,6 +209,24 @@ def test_a_model_that_fits_is_not_paged() -> None:
     plan = plan_for(shape=TINY, max_model_len=4096)
     assert plan.is_whole
     assert "additional-config" not in vllm_command(plan, "tiny", None, "auto")
+    replica = ServiceConfig.model_validate(serve_settings(plan, "tiny", None, "auto")).replica
+    assert replica.initial_cap is None, "an engine that is given a cap pages"
+    assert replica.bypass_if_it_fits
+
+
+def test_a_model_that_no_engine_pages_is_planned_without_settings(tmp_path: Path) -> None:
+    quantized = config_of(SHAPES["qwen3-30b-a3b"]) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    arguments = ["plan", "--model", str(tmp_path), "--vram-budget-gb", "24", "--card", "l4"]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0, answer.output
+    assert "The choice and its neighbours" in answer.output
+    assert "quantization by fp8: untested with paging" in " ".join(answer.output.split())
+    assert "wisp serve --config" not in answer.output
+    assert "vllm serve" not in answer.output
+    answer = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "service.yaml")])
+    assert "quantization by fp8" in str(answer.exception)
+    assert not (tmp_path / "service.yaml").exists()
 
 
 def test_the_settings_are_a_service_s_and_hold_the_plan_s_numbers(tmp_path: Path) -> None:

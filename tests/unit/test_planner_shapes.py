@@ -94,6 +94,8 @@ def test_gpt_oss_in_mxfp4_has_scales_and_biases() -> None:
     weights = (2 * 2880 * 2880 // 2, 2880 * 2880 // 2)
     scales = (2 * 2880 * 90, 2880 * 90)
     assert shape.expert_parameter_bytes == (*weights, *scales, 2 * 2880 * 2, 2880 * 2)
+    assert shape.has_quantized_experts
+    assert shape.has_expert_bias
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,24 @@ def test_cards_have_sane_sizes_and_names_are_told() -> None:
     with pytest.raises(ConfigurationError, match="rtx-3090"):
         find_card("voodoo")
     assert find_card("l4").with_link(20e9).link_bytes_per_s == 20e9
+
+
+@pytest.mark.parametrize(
+    ("config", "are_quantized"),
+    [
+        ({"quant_method": "fp8"}, True),
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head", "model.layers.0.mlp.experts"]}, True),
+        ({"quant_method": "awq", "modules_to_not_convert": ["mlp.shared_experts", "mlp.gate"]}, True),
+        ({"quant_method": "fp8", "ignored_layers": ["re:.*mlp.experts.*"]}, False),
+    ],
+)
+def test_experts_that_every_layer_leaves_alone_are_not_quantized(config: dict[str, Any], are_quantized: bool) -> None:
+    plain = read_shape(QWEN3_30B, name="bf16")
+    shape = read_shape(QWEN3_30B | {"quantization_config": config}, name="quantized")
+    assert shape.has_quantized_experts is are_quantized
+    assert (shape.expert_bytes < plain.expert_bytes) is are_quantized
+    assert shape.dense_bytes < plain.dense_bytes
+    assert not plain.has_quantized_experts
 
 
 def test_no_quantization_is_a_quantization() -> None:

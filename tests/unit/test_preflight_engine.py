@@ -101,3 +101,28 @@ def test_what_only_vllm_may_know_is_left_to_the_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     check(tmp_path, vram_budget_bytes=1000, initial_cap=2)
     check(Path("org/some-model-on-the-hub"), vram_budget_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "num_gpus", "named"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, 0, "quantization by fp8.*unquantized checkpoint"),
+        ({}, {"quantization": "fp8"}, 0, "quantization by fp8.*no --quantization"),
+        ({"num_experts": 512}, {}, 1, "512 experts per layer: at most 495"),
+        ({"model_type": "gpt_oss"}, {}, 1, "experts with biases"),
+    ],
+)
+def test_experts_that_no_engine_pages_are_refused_beforehand(
+    model: Path, tmp_path: Path, config: dict[str, Any], engine: dict[str, Any], num_gpus: int, named: str
+) -> None:
+    plain = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(plain | config))
+    with pytest.raises(ConfigurationError, match=rf"model\.path: .*cannot be paged: .*{named}"):
+        check(tmp_path, engine, num_gpus=num_gpus)
+
+
+def test_a_checkpoint_whose_experts_are_left_as_they_are_may_start(model: Path, tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:.*mlp.experts.*"]}}
+    plain = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(plain | quantized))
+    check(tmp_path, {"quantization": "fp8"})

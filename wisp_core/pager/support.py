@@ -23,10 +23,19 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     Raises:
         UnsupportedModelError: every reason found, one a line.
     """
+    device_type = vllm_config.device_config.device_type
+    # By name: a quantized method may well be a subclass.
+    method = type(quant_method).__name__
+    quantization = None if method == "UnquantizedFusedMoEMethod" else method
     reasons = [
         *_parallelism(moe_config.moe_parallel_config, vllm_config.parallel_config),
-        *_kernel(quant_method, vllm_config.device_config.device_type),
-        *(_device(moe_config) if vllm_config.device_config.device_type != "cpu" else []),
+        *refused_experts(
+            quantization=quantization,
+            has_bias=moe_config.has_bias,
+            num_experts=moe_config.num_experts,
+            is_on_gpu=device_type != "cpu",
+        ),
+        *(_kernel(quant_method, device_type) if quantization is None else []),
         *_features(vllm_config),
     ]
     if reasons:
@@ -37,6 +46,20 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
         raise ConfigurationError(
             "additional_config.wisp.emulated_link_bytes_per_s is for the CPU backend: leave it out"
         )
+
+
+def refused_experts(*, quantization: str | None, has_bias: bool, num_experts: int, is_on_gpu: bool) -> list[str]:
+    """Why experts of this kind cannot be paged; all of it can be told from a model's config.json."""
+    reasons = []
+    if quantization is not None:
+        reasons.append(
+            f"quantization by {quantization}: untested with paging; use an unquantized checkpoint and no --quantization"
+        )
+    if is_on_gpu and has_bias:
+        reasons.append("experts with biases: not read in place from host memory; use a checkpoint without")
+    if is_on_gpu and num_experts > MAX_DEVICE_EXPERTS:
+        reasons.append(f"{num_experts} experts per layer: at most {MAX_DEVICE_EXPERTS} on a GPU")
+    return reasons
 
 
 def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
@@ -56,27 +79,12 @@ def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
 
 
 def _kernel(quant_method: Any, device_type: str) -> list[str]:
-    # By name: a quantized method may well be a subclass.
-    if type(quant_method).__name__ != "UnquantizedFusedMoEMethod":
-        return [
-            f"quantization by {type(quant_method).__name__}: untested with paging; use an unquantized checkpoint and "
-            "no --quantization"
-        ]
     if quant_method.is_monolithic:
         return ["the MoE kernel routes by itself (monolithic): set --moe-backend triton"]
     # Weights are post-processed in host memory, which is tried for vLLM's CPU kernels and a no-op for Triton.
     if device_type != "cpu" and quant_method.unquantized_backend.name != "TRITON":
         return [f"the {quant_method.unquantized_backend.name} MoE kernel: untested; set --moe-backend triton"]
     return []
-
-
-def _device(moe_config: Any) -> list[str]:
-    reasons = []
-    if moe_config.has_bias:
-        reasons.append("experts with biases: not read in place from host memory; use a checkpoint without")
-    if moe_config.num_experts > MAX_DEVICE_EXPERTS:
-        reasons.append(f"{moe_config.num_experts} experts per layer: at most {MAX_DEVICE_EXPERTS} on a GPU")
-    return reasons
 
 
 def _features(vllm_config: Any) -> list[str]:

@@ -63,6 +63,8 @@ class ModelShape:
     max_positions: int
     dtype: str
     quantization: str
+    has_quantized_experts: bool = False
+    has_expert_bias: bool = False
 
     @property
     def expert_bytes(self) -> int:
@@ -109,6 +111,7 @@ def read_shape(config: Config, *, name: str, dtype: str | None = None, kv_dtype:
     attention = family.attention()
     dense = _Dense(family, quantization, element_bytes)
     kv_bytes = 1 if kv_dtype.startswith("fp8") else element_bytes
+    has_bias = text.get("model_type") == "gpt_oss"
     return ModelShape(
         name=name,
         num_layers=family.num_layers,
@@ -116,7 +119,7 @@ def read_shape(config: Config, *, name: str, dtype: str | None = None, kv_dtype:
         num_experts=family.num_experts,
         top_k=family.top_k,
         expert_parameter_bytes=quantization.expert_parameter_bytes(
-            family.hidden, family.moe_intermediate, element_bytes, has_bias=bool(text.get("model_type") == "gpt_oss")
+            family.hidden, family.moe_intermediate, element_bytes, has_bias=has_bias
         ),
         dense_bytes=dense.total_bytes(),
         dense_read_bytes=dense.read_bytes(),
@@ -127,6 +130,8 @@ def read_shape(config: Config, *, name: str, dtype: str | None = None, kv_dtype:
         max_positions=int(family.get("max_position_embeddings", "max_seq_len", default=0)) or 0,
         dtype=dtype_name,
         quantization=quantization.name,
+        has_quantized_experts=quantization.are_experts_quantized,
+        has_expert_bias=has_bias,
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wisp_core.errors import UnsupportedModelError
 
 _NAMES = "fp8, awq, gptq, compressed-tensors, modelopt (NVFP4), mxfp4, bitsandbytes (4 and 8 bit), experts_int8"
+_LEFT_ALONE = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+"""Where methods list the modules that keep their precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,17 @@ class Quantization:
     block: tuple[int, int] | None = None
     """Output and input rows that share a scale."""
     are_linears_quantized: bool = True
+    are_experts_quantized: bool = True
 
     @classmethod
     def read(cls, config: Mapping[str, Any] | None) -> Quantization:
         """From ``quantization_config``. Raises UnsupportedModelError for a method that is not known here."""
         if not config:
-            return cls(name="none")
+            return cls(name="none", are_experts_quantized=False)
+        return replace(cls._by_method(config), are_experts_quantized=not _are_experts_left_alone(config))
+
+    @classmethod
+    def _by_method(cls, config: Mapping[str, Any]) -> Quantization:
         method = str(config.get("quant_method", "")).lower()
         if method == "fp8":
             block = config.get("weight_block_size")
@@ -90,11 +98,13 @@ class Quantization:
         return round(elements * (self.bits + per_group) / 8)
 
     def _weight_bytes(self, rows: int, columns: int, element_bytes: int) -> int:
-        return rows * columns * element_bytes if self.bits is None else rows * columns * self.bits // 8
+        if self.bits is None or not self.are_experts_quantized:
+            return rows * columns * element_bytes
+        return rows * columns * self.bits // 8
 
     def _scale_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
         """Scales and zero points of one matrix, a parameter each."""
-        if self.bits is None:
+        if not self.are_experts_quantized:
             return ()
         if self.block is not None:
             scales = -(-rows // self.block[0]) * -(-columns // self.block[1])
@@ -102,3 +112,9 @@ class Quantization:
             scales = rows * (-(-columns // self.group_size) if self.group_size else 1)
         zeros = (scales * self.zero_bits // 8,) if self.zero_bits else ()
         return (scales * self.scale_bytes, *zeros)
+
+
+def _are_experts_left_alone(config: Mapping[str, Any]) -> bool:
+    """Whether a list of modules to leave alone names the routed experts of every layer."""
+    names = [str(name) for key in _LEFT_ALONE for name in config.get(key) or ()]
+    return any("experts" in name and "shared" not in name and not re.search(r"\d", name) for name in names)
