@@ -14,7 +14,8 @@ class StaticSplit:
     """Keeps one split: a cap, a share of the budget for experts, or what the replica started with.
 
     ``cap`` is in expert slots per layer. ``fraction`` is the share f of the pooled budget that experts get at most,
-    0 to 1. KV gets all the rest. With neither, every decision is a hold.
+    0 to 1. KV gets all the rest. With neither, the split at which the replica was first seen is kept, and taken again
+    after a bound of the budget or of κ_min had it moved.
     """
 
     cap: int | None = None
@@ -28,22 +29,24 @@ class StaticSplit:
         if self.fraction is not None and not 0.0 <= self.fraction <= 1.0:
             raise ConfigurationError(f"policy.settings.fraction: {self.fraction} is outside 0 to 1")
 
-    def initial_state(self) -> None:
-        """Nothing to remember."""
+    def initial_state(self) -> Split | None:
+        """No split seen yet."""
 
-    def decide(self, snapshot: ReplicaSnapshot, state: None) -> tuple[Decision, None]:
+    def decide(self, snapshot: ReplicaSnapshot, state: Split | None) -> tuple[Decision, Split]:
         """The configured split, clamped to what is feasible on this replica."""
-        if self.cap is None and self.fraction is None:
-            return Decision(split=snapshot.split, reason="hold: static split as started"), None
-        split = self._configured(snapshot)
+        first = state or snapshot.split
+        if self.cap is None and self.fraction is None and snapshot.split == first:
+            return Decision(split=first, reason="hold: static split as started"), first
+        split = self._configured(snapshot, first)
         if split is None:
-            return Decision(split=snapshot.split, reason=f"hold: {explain_infeasible(snapshot)}"), None
-        cap = split.cap if self.cap is None else self.cap
+            return Decision(split=snapshot.split, reason=f"hold: {explain_infeasible(snapshot)}"), first
+        cap = self.cap or (split.cap if self.fraction is not None else first.cap)
         clamped = "" if split.cap == cap else f", clamped to {split.cap}"
-        return Decision(split=split, reason=f"static split: cap {cap}{clamped}"), None
+        return Decision(split=split, reason=f"static split: cap {cap}{clamped}"), first
 
-    def _configured(self, snapshot: ReplicaSnapshot) -> Split | None:
+    def _configured(self, snapshot: ReplicaSnapshot, first: Split) -> Split | None:
         if self.fraction is not None:
             return largest_cap_within(snapshot, self.fraction * snapshot.budget_bytes)
-        assert self.cap is not None
+        if self.cap is None:
+            return clamp(snapshot, first)
         return clamp(snapshot, Split(cap=self.cap, kv_blocks=snapshot.layout.max_kv_blocks))
