@@ -51,12 +51,12 @@ class Damping:
         self, snapshot: ReplicaSnapshot, wanted: Decision, confirmation: Confirmation
     ) -> tuple[Decision, Confirmation]:
         """``wanted`` clamped to what is feasible, or a hold or a smaller step with the reason put in front."""
-        if wanted.split == snapshot.split:
+        broken = violations(snapshot, snapshot.split)
+        if wanted.split == snapshot.split and not broken:
             return wanted, Confirmation()
         target = clamp(snapshot, wanted.split)
         if target is None:
             return _hold(snapshot, wanted, explain_infeasible(snapshot)), Confirmation()
-        broken = violations(snapshot, snapshot.split)
         if broken:
             return _move(wanted, target, f"at once, {broken[0].message}"), Confirmation()
         too_little = self._too_little(snapshot, wanted, target)

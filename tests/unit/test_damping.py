@@ -104,6 +104,13 @@ def test_a_replica_that_breaks_a_bound_is_moved_at_once() -> None:
     assert decision.reason.startswith("at once, 39 KV blocks are below κ_min, 60")
 
 
+def test_a_hold_does_not_keep_a_split_that_breaks_a_bound() -> None:
+    now = Split(cap=8, kv_blocks=39)
+    starving = make_snapshot(split=now, kv=KvDemand(floor_blocks=60))
+    decision, _ = Damping().apply(starving, Decision(split=now, reason="hold: nothing known"), Confirmation())
+    assert decision.split == Split(cap=6, kv_blocks=71)
+
+
 def test_a_wish_is_clamped_to_groups_floor_and_budget() -> None:
     snapshot = make_snapshot(kv=KvDemand(floor_blocks=60))
     wish = Decision(split=Split(cap=8, kv_blocks=127), reason="greedy", predicted_cost=0.1, current_cost=1.0)

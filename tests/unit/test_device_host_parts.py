@@ -15,36 +15,39 @@ from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.staging import _runs, experts_in_no_slot
 from wisp_core.pager.device.state import Path
-from wisp_core.pager.device.statistics import HALF_LIFE_STEPS, RecentCurve, Sums
+from wisp_core.pager.device.statistics import RecentSteps, Sums
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.pinned_memory import EmptyInPinnedMemory, PinnedMemory
 
 
-def sums(steps: int, distances: list[int]) -> Sums:
+def sums(steps: int, distances: list[int], prefills: int = 0, distinct: int = 0) -> Sums:
+    """Of two layers, each with these."""
     counts = np.zeros((2, len(Path), len(StepCounts.__slots__)), np.int64)
     counts[:, Path.DECODE, 0] = steps
+    counts[:, Path.STREAMED, 0] = prefills
+    counts[:, Path.STREAMED, StepCounts.__slots__.index("distinct")] = distinct
     return Sums(counts, np.array([distances, distances]))
 
 
-def test_the_recent_curve_is_exact_at_first_and_forgets_by_half_lives() -> None:
-    curve = RecentCurve()
-    assert curve.misses_by_cap() == ()
-    curve.update(sums(10, [20, 10, 10]))
-    assert curve.misses_by_cap() == (8.0, 4.0, 2.0)
-    curve.update(sums(10, [20, 10, 10]))
-    assert curve.misses_by_cap() == (8.0, 4.0, 2.0), "no step, no change"
-    more = int(10 * HALF_LIFE_STEPS)
-    curve.update(sums(10 + more, [20, 10, 10 + more]))
-    assert curve.misses_by_cap()[2] == pytest.approx(2.0, rel=0.01), "all that is recent misses at every cap"
-    assert curve.misses_by_cap()[0] == pytest.approx(2.0, rel=0.01)
+def test_recent_steps_are_exact_at_first_and_age_by_time() -> None:
+    recent = RecentSteps(2, memory_s=10.0)
+    assert (recent.decode_misses_by_cap(), recent.prefill_distinct()) == ((), 0.0)
+    recent.update(sums(10, [20, 10, 10], 4, 8), 0.0)
+    assert (recent.decode_misses_by_cap(), recent.prefill_distinct()) == ((8.0, 4.0, 2.0), 4.0)
+    recent.update(sums(10, [20, 10, 10], 4, 8), 5.0)
+    assert recent.decode_misses_by_cap() == pytest.approx((8.0, 4.0, 2.0)), "no step, no change"
+    recent.update(sums(20, [20, 10, 30], 8, 12), 10.0)
+    old = math.exp(-1)
+    assert recent.decode_misses_by_cap()[0] == pytest.approx((old * 80 + 40) / (old * 10 + 10))
+    assert recent.prefill_distinct() == pytest.approx((old * 16 + 8) / (old * 4 + 4))
 
 
-def test_the_recent_curve_starts_anew_after_a_reset() -> None:
-    curve = RecentCurve()
-    curve.update(sums(10, [20, 10, 10]))
-    curve.update(sums(2, [0, 0, 2]))
-    assert curve.misses_by_cap() == (2.0, 2.0, 2.0)
+def test_recent_steps_start_anew_after_a_reset() -> None:
+    recent = RecentSteps(2, memory_s=10.0)
+    recent.update(sums(10, [20, 10, 10]), 0.0)
+    recent.update(sums(2, [0, 0, 2]), 1.0)
+    assert recent.decode_misses_by_cap() == (2.0, 2.0, 2.0)
 
 
 def test_experts_that_a_plan_found_no_slot_for_are_named_once() -> None:

@@ -226,12 +226,12 @@ async def test_a_policy_that_raised_keeps_its_process_and_state(bad: Path, make:
     assert [*reasons, decision.reason] == ["calm 0", "calm 1", "calm 2"]
 
 
-async def test_a_hold_below_the_floor_is_no_fault(bad: Path, make: Make, metrics: PolicyMetrics) -> None:
+async def test_a_hold_below_the_floor_is_no_fault_and_is_corrected(bad: Path, make: Make, metrics: PolicyMetrics) -> None:
     runner = await make("static_split", deadline_s=10)
     starving = make_snapshot(split=Split(cap=8, kv_blocks=39), kv=KvDemand(floor_blocks=60))
     decision = await runner.decide(starving)
     assert decision is not None
-    assert decision.split == starving.split
+    assert decision.split == Split(cap=6, kv_blocks=71)
     assert count(metrics, "below_floor") == 0
 
 

@@ -9,6 +9,7 @@ The host only launches, in the order of the layers. Two kinds of forward differ:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from wisp_core.pager.device.prefetch_reference import PrefetchCounts
 from wisp_core.pager.device.reference import NO_SLOT, LayerTable
 from wisp_core.pager.device.staging import Staging
 from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
-from wisp_core.pager.device.statistics import DeviceSums, RecentCurve
+from wisp_core.pager.device.statistics import DeviceSums, RecentSteps
 from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.device.uses import DeviceUses
 from wisp_core.pager.host_memory import HostMemory, PageableMemory
@@ -107,7 +108,7 @@ class DevicePager(PagedLayers[_Layer]):
         self._state: DeviceState | None = None
         self._is_told = False
         self._is_prefill = False
-        self._curve = RecentCurve()
+        self._recent = RecentSteps(num_experts, settings.window_s)
         self._prefetcher: Prefetcher | None = None
 
     @property
@@ -310,20 +311,20 @@ class DevicePager(PagedLayers[_Layer]):
 
     def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
-        self._curve.update(self._sums.read())
-        return self._curve.misses_by_cap()
+        return self._recent_steps().decode_misses_by_cap()
 
     def prefill_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: the same per prefill: of the experts that it needs, the share that is in no slot."""
-        counts = self._sums.read().total(Path.STREAMED)
-        if not counts.steps:
-            return ()
-        distinct = counts.distinct / counts.steps
-        return tuple(distinct * (1 - cap / self.num_experts) for cap in range(self.num_experts + 1))
+        distinct = self._recent_steps().prefill_distinct()
+        return tuple(distinct * (1 - cap / self.num_experts) for cap in range(self.num_experts + 1)) if distinct else ()
 
     def decode_union_by_batch(self) -> tuple[float, ...]:
         """Empty: the device adds up distinct experts over all batches."""
         return ()
+
+    def _recent_steps(self) -> RecentSteps:
+        self._recent.update(self._sums.read(), time.monotonic())
+        return self._recent
 
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
@@ -332,7 +333,7 @@ class DevicePager(PagedLayers[_Layer]):
         if self._prefetcher is not None:
             self._prefetcher.reset_counts()
         self.clock.reset()
-        self._curve = RecentCurve()
+        self._recent = RecentSteps(self.num_experts, self.settings.window_s)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

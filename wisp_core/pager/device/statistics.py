@@ -1,4 +1,4 @@
-"""Sums that the device keeps, brought to the host without holding up a step, and the curve of recent steps."""
+"""Sums that the device keeps, brought to the host without holding up a step, and what they say of late."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.state import DeviceState, Path
-
-HALF_LIFE_STEPS = 200.0
+from wisp_core.working_set.forgetting import Forgetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +81,29 @@ class DeviceSums:
         return Sums(np.zeros(shape, np.int64), np.zeros((state.num_layers, state.num_experts + 1), np.int64))
 
 
-class RecentCurve:
-    """Misses per decode step at every cap, older steps weighing less: half after `HALF_LIFE_STEPS`."""
+class RecentSteps:
+    """What steps missed of late, decode and prefill apart; ages by time as all measures do."""
 
-    def __init__(self) -> None:
-        self._seen_steps = 0
-        self._seen: npt.NDArray[np.int64] | None = None
-        self._steps = 0.0
-        self._distances: npt.NDArray[np.float64] | None = None
+    def __init__(self, num_experts: int, memory_s: float) -> None:
+        self._memory = Forgetting(memory_s)
+        self._seen = np.zeros(num_experts + 4, np.int64)
+        self._recent = np.zeros(num_experts + 4)
 
-    def update(self, sums: Sums) -> None:
+    def update(self, sums: Sums, now_s: float) -> None:
         """Take in the steps since the last call; sums that went back (a reset) start anew."""
-        steps = sums.total(Path.DECODE).steps
-        distances = sums.distances.sum(axis=0)
-        if self._seen is None or self._distances is None or steps < self._seen_steps:
-            self._steps, self._distances = float(steps), distances.astype(np.float64)
-        else:
-            new_steps = steps - self._seen_steps
-            weight = 0.5 ** (new_steps / HALF_LIFE_STEPS)
-            self._steps = self._steps * weight + new_steps
-            self._distances = self._distances * weight + (distances - self._seen)
-        self._seen_steps, self._seen = steps, distances
+        decode, prefill = sums.total(Path.DECODE), sums.total(Path.STREAMED)
+        now = np.array([decode.steps, prefill.steps, prefill.distinct, *sums.distances.sum(axis=0)])
+        if (now < self._seen).any():
+            self._seen[:], self._recent[:] = 0, 0.0
+        self._recent = self._recent * self._memory.keep(now_s) + (now - self._seen)
+        self._seen = now
 
-    def misses_by_cap(self) -> tuple[float, ...]:
+    def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: experts that a step copies at cap C, over all layers; empty before any step; length E + 1."""
-        if not self._steps or self._distances is None:
-            return ()
-        return tuple((np.cumsum(self._distances[::-1])[::-1] / self._steps).tolist())
+        steps, distances = self._recent[0], self._recent[3:]
+        return tuple((np.cumsum(distances[::-1])[::-1] / steps).tolist()) if steps > 0 else ()
+
+    def prefill_distinct(self) -> float:
+        """Experts that a prefill needs, over all layers; 0 before any."""
+        _, steps, distinct = self._recent[:3]
+        return float(distinct / steps) if steps > 0 else 0.0
