@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from policy_snapshots import PAGE, make_snapshot, wants_kv
 
+from policies.damping import Damped, Damping
 from policies.static_split import StaticSplit
 from wisp_core.contracts import KvDemand, Split
 from wisp_core.errors import ConfigurationError
@@ -13,6 +14,20 @@ def test_without_settings_it_keeps_what_the_replica_started_with() -> None:
     decision, _ = StaticSplit().decide(snapshot, None)
     assert decision.split == snapshot.split
     assert decision.reason.startswith("hold")
+
+
+def test_without_settings_it_comes_back_after_the_floor_had_it_moved() -> None:
+    damped = Damped(policy=StaticSplit(), damping=Damping(confirmations=1))
+    calm, state = make_snapshot(), damped.initial_state()
+    _, state = damped.decide(calm, state)
+    crowded = calm.model_copy(update={"kv": KvDemand(floor_blocks=110)})
+    moved, state = damped.decide(crowded, state)
+    assert moved.split == Split(cap=3, kv_blocks=119)
+    stays, state = damped.decide(crowded.model_copy(update={"split": moved.split}), state)
+    assert stays.split == moved.split
+    assert stays.reason == "static split: cap 4, clamped to 3"
+    back, _ = damped.decide(calm.model_copy(update={"split": moved.split}), state)
+    assert back.split == calm.split
 
 
 def test_a_cap_is_kept_whatever_the_work_wants() -> None:
