@@ -229,7 +229,6 @@ class ReplicaSnapshot(Contract):
         description="Predicted safe size of the working set of the sessions placed here: the smallest cap that keeps "
         "their miss share under a target; filled in by the policy service; 0: not known.",
     )
-    resident: tuple[tuple[int, ...], ...] = Field(default=(), description="Per layer: expert ids in slots.")
 
 
 class Marginals(Value):

@@ -94,7 +94,7 @@ class Cluster:
         turns = await self._store.list_turns(num_turns)
         signatures = await self._store.read_signatures({turn.session_key for turn in turns})
         return {
-            "snapshots": [one.model_dump(mode="json", exclude={"resident"}) for one in snapshots],
+            "snapshots": [one.model_dump(mode="json") for one in snapshots],
             "turns": [turn.model_dump(mode="json") for turn in turns],
             "signatures": [one.model_dump(mode="json") for one in signatures.values()],
         }
@@ -106,9 +106,7 @@ class Cluster:
             self._store.list_decisions(snapshot.replica_id, STATUS_RECORDS),
         )
         return {
-            "snapshot": snapshot.model_dump(
-                mode="json", exclude={"resident", "decode_misses_by_cap", "prefill_misses_by_cap"}
-            ),
+            "snapshot": snapshot.model_dump(mode="json", exclude={"decode_misses_by_cap", "prefill_misses_by_cap"}),
             "is_stale": snapshot.is_stale(time.time(), self._stale_after_s),
             "plan": None if plan is None else plan.model_dump(mode="json"),
             "outcomes": [outcome.model_dump(mode="json") for outcome in outcomes],

@@ -296,4 +296,3 @@ def test_snapshot_rates_and_curves_cover_the_work(engine: OfflineEngine) -> None
     assert len(snapshot.decode_misses_by_cap) == snapshot.layout.num_experts + 1
     assert snapshot.link_bytes_per_s > 0
     assert not snapshot.is_link_emulated
-    assert all(len(experts) <= 8 for experts in snapshot.resident)

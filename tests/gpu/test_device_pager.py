@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from wisp_core.engine.reports import PagerReport
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.block_rows import HostRows, block_rows, first_host_row
@@ -106,6 +107,17 @@ def test_steps_counts_and_curve_equal_the_reference() -> None:
     assert counts.missed_bytes == counts.misses * paged.pager.expert_bytes
     expected = sum(table.misses_by_cap() for table in paged.tables) / 20
     assert paged.pager.decode_misses_by_cap() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no stream to wait for")
+def test_a_report_waits_for_no_step() -> None:
+    paged = Paged(cap=6)
+    paged.step(routing(2, 0))
+    PagerReport.of(paged.pager)  # compiles and allocates whatever the first one does
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+    PagerReport.of(paged.pager)
+    assert not torch.cuda.current_stream().query(), "the device still works"
 
 
 def test_the_host_fetches_what_the_device_plans_where_that_cannot_reach_host_memory() -> None:

@@ -52,13 +52,13 @@ def test_turns_become_clients_with_their_pauses_and_prefixes() -> None:
         recording_of([turn("a/b/c", 1.0, 0)], "empty")
 
 
-def test_a_file_keeps_trace_snapshots_and_no_residents(tmp_path: Path) -> None:
-    snapshot = make_snapshot(resident=((1, 2), (3, 4)))
+def test_a_file_keeps_trace_and_snapshots(tmp_path: Path) -> None:
+    snapshot = make_snapshot()
     trace = recording_of([turn("acme/ann/s1", 102.0, 100)], "test")
     path = tmp_path / "recording.jsonl"
     write_recording(path, Recording(trace=trace, snapshots=(snapshot,)))
     again = read_recording(path)
-    assert again.snapshots == (snapshot.model_copy(update={"resident": ()}),)
+    assert again.snapshots == (snapshot,)
     assert again.trace.turns["duration_s"].tolist() == [2.0]
     assert len(read_trace(path)) == 1
     assert again.matches(2, 8, 2)

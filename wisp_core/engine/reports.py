@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from wisp_core.contracts import KvDemand, MemoryLayout, PagerCounts, Value
+from wisp_core.pager.interface import ExpertPager
+from wisp_core.pager.resident_experts import ResidentExperts
 
 
 class TakeReport(Value):
@@ -61,4 +65,14 @@ class PagerReport(Value):
     decode_misses_by_cap: tuple[float, ...]
     prefill_misses_by_cap: tuple[float, ...]
     decode_union_by_batch: tuple[float, ...] = ()
-    resident: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, pager: ExpertPager | ResidentExperts) -> Self:
+        """What ``pager`` tells without waiting for a device."""
+        return cls(
+            decode=pager.counts_decode,
+            prefill=pager.counts_prefill,
+            decode_misses_by_cap=pager.decode_misses_by_cap(),
+            prefill_misses_by_cap=pager.prefill_misses_by_cap(),
+            decode_union_by_batch=pager.decode_union_by_batch(),
+        )

@@ -113,7 +113,6 @@ def build_snapshot(
         link_bytes_per_s=link_bytes_per_s(pager, facts.emulated_link_bytes_per_s),
         is_link_emulated=facts.emulated_link_bytes_per_s is not None,
         kv=_within_range(scheduler.kv, facts.layout.max_kv_blocks),
-        resident=pager.resident,
     )
 
 

@@ -208,15 +208,7 @@ class WispWorkerMixin:
 
     def wisp_pager(self) -> dict[str, Any]:
         """`PagerReport`: counters and curves."""
-        pager = self._wisp_pager
-        return PagerReport(
-            decode=pager.counts_decode,
-            prefill=pager.counts_prefill,
-            decode_misses_by_cap=pager.decode_misses_by_cap(),
-            prefill_misses_by_cap=pager.prefill_misses_by_cap(),
-            decode_union_by_batch=pager.decode_union_by_batch(),
-            resident=pager.resident(),
-        ).model_dump()
+        return PagerReport.of(self._wisp_pager).model_dump()
 
     def wisp_signatures(self) -> list[dict[str, Any]]:
         """`Signature` of each key touched since the last call."""

@@ -87,10 +87,6 @@ class ExpertPager(Protocol):
         """Bytes of the slots that really occupy memory."""
         ...
 
-    def resident(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer: ids of the experts in slots, ascending."""
-        ...
-
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every table is sound and the pages held are exactly those of the cap."""
         ...

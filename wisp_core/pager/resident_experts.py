@@ -63,10 +63,6 @@ class ResidentExperts:
         """All experts' bytes."""
         return self._experts_bytes
 
-    def resident(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer: every expert."""
-        return (tuple(range(self.num_experts)),) * self.num_layers
-
     def check_integrity(self) -> None:
         """Nothing can be wrong."""
 

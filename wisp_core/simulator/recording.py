@@ -152,8 +152,7 @@ def write_recording(path: Path, recording: Recording) -> None:
         for line in trace_lines(recording.trace):
             file.write(line + "\n")
         for snapshot in recording.snapshots:
-            kept = snapshot.model_dump(mode="json", exclude={"resident"})
-            file.write(json.dumps({"snapshot": kept}) + "\n")
+            file.write(json.dumps({"snapshot": snapshot.model_dump(mode="json")}) + "\n")
         for signature in recording.signatures:
             file.write(json.dumps({"signature": signature.model_dump(mode="json")}) + "\n")
 
