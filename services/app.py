@@ -1,13 +1,11 @@
-"""The whole service: embedded Valkey, a Ray cluster of its own, and the Serve applications, started and stopped."""
+"""The whole service: embedded Valkey, Ray, and the Serve applications, started and stopped."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
-import math
 import os
-import signal
 import sys
 import time
 from operator import attrgetter
@@ -25,6 +23,7 @@ from services.ingress.app import build_ingress
 from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
+from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -37,11 +36,6 @@ from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
-_OBJECT_STORE_BYTES = 100 << 20
-"""Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
-_SPARE_CPUS = 1
-"""For a replica that an upgrade adds."""
-_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 READY_TIMEOUT_S = 300.0
 FIXED = ("name", "state_dir", "http.host", "http.port", "redis")
 """Settings that no upgrade changes."""
@@ -117,7 +111,7 @@ class Service:
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         if driver_code() != self._driver_code:
             raise ConfigurationError("the code of `wisp serve` itself has changed: stop the service and start it again")
-        self._check_room(config)
+        refuse_too_many_replicas(config)
         tenant_specs(config)
         before = self.config, self._redis_password_file, self._code
         try:
@@ -125,17 +119,6 @@ class Service:
         except WispError:
             self._deploy(*before)
             raise
-
-    def _check_room(self, config: ServiceConfig) -> None:
-        """Raises ConfigurationError if Ray cannot place the replicas of ``config``, which Serve would wait for."""
-        needed_gpus = config.num_replicas * config.replica.num_gpus
-        for name, needed in (("CPU", needed_cpus(config)), ("GPU", needed_gpus)):
-            found = ray.cluster_resources().get(name, 0.0)
-            if needed > found:
-                raise ConfigurationError(
-                    f"replica.count: {config.num_replicas} replicas need {needed:g} of Ray's {name}s, which were fixed "
-                    f"at {found:g} when the service started: stop it and start it again"
-                )
 
     def _deploy(self, config: ServiceConfig, redis_password_file: Path | None, code: str) -> None:
         """Deploy both applications; Serve replaces what differs."""
@@ -165,45 +148,20 @@ class Service:
             self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
             self.valkey.start()
             self._redis_url = self.valkey.url
-        self._start_ray()
+        start_ray(self.config)
         self.run_policy()
         self._run_application()
         self._wait_ready()
         self.publish()
 
-    def _start_ray(self) -> None:
-        # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local",
-            num_cpus=ray_cpus(self.config),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        signal.signal(signal.SIGTERM, on_sigterm)
-        count = self.config.num_replicas
-        found, needed = ray.cluster_resources().get("GPU", 0.0), count * self.config.replica.num_gpus
-        if needed > found:
-            raise ConfigurationError(
-                f"replica.num_gpus: {count} replicas need {needed:g} GPUs, Ray finds {found:g}; give fewer "
-                "replicas, or a part of a GPU to each (num_gpus: 0.5)"
-            )
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(
-            http_options={"host": self.config.http.host, "port": self.config.http.port},
-            logging_config=_LOGGING,
-        )
-
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._store_address)
-        serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=_LOGGING)
+        serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=LOGGING)
 
     def _run_application(self) -> None:
         try:
-            serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=_LOGGING)
+            serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=LOGGING)
         except RuntimeError as error:
             # Serve says only which deployment failed; why is in its status.
             deployments = serve.status().applications[self.config.name].deployments
@@ -282,16 +240,6 @@ def reason_in(message: str) -> str:
     # Pydantic's way to say where it was and what to read.
     lines = [line.partition(" [type=")[0] for line in lines if "https://errors.pydantic.dev" not in line]
     return "\n".join(lines)
-
-
-def ray_cpus(config: ServiceConfig) -> int:
-    """CPUs that Ray is told of, so that every replica and whatever else runs finds its own: bookkeeping, no limit."""
-    return max(os.cpu_count() or 1, math.ceil(needed_cpus(config) + _SPARE_CPUS))
-
-
-def needed_cpus(config: ServiceConfig) -> float:
-    """CPUs that the parts of a service ask Ray for, ingresses twice: old and new ones overlap in an upgrade."""
-    return config.most_replicas * config.replica.num_cpus + 0.2 * config.http.num_ingresses + 0.2
 
 
 def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:

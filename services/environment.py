@@ -49,10 +49,23 @@ def prepare_driver() -> None:
     """Set what must hold before Ray is imported or started; what the operator has set stays.
 
     Ray's own servers listen on every interface of the machine and run whatever code they are sent. A token of this
-    run, known to this process and its children only, closes them to everybody else.
+    run, known to this process and its children only, closes them to everybody else. A cluster that is joined has its
+    own, which Ray finds.
     """
-    for name, value in (_RAY | _PROXY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if joined_cluster() is None else {}
+    for name, value in (_RAY | _PROXY | token).items():
         os.environ.setdefault(name, value)
+
+
+def joined_cluster() -> str | None:
+    """Ray's own ``RAY_ADDRESS``: the cluster that a service joins. None: it starts one."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    return None if address in ("", "local") else address
+
+
+def serve_environment() -> dict[str, str]:
+    """Variables of Serve's own processes on a cluster that is joined; on one of its own they inherit the driver's."""
+    return _with_defaults(_RAY | _PROXY | _MESSAGES)
 
 
 def engine_environment(*, is_cpu: bool, is_local_model: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ _TITLES = [re.compile(text) for text in (r"ServeReplica:[^:]+:(\w+)", r"^ray::(\
 class RunningService:
     """Starts with the constructor, serves once ``wait_ready`` returns. As a context: ready, and stopped at exit."""
 
-    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, config: dict[str, Any], environment: Mapping[str, str] | None = None) -> None:
         """``config`` is a service's file; it and the log of ``wisp serve`` lie in ``directory``."""
         self.config = config
         self.url = f"http://127.0.0.1:{config['http']['port']}"
@@ -35,7 +36,9 @@ class RunningService:
         self.config_path.write_text(yaml.safe_dump(config))
         self._log = (directory / "serve.log").open("w+")
         command = [sys.executable, "-m", "services.cli.main", "serve", "--config", str(self.config_path)]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
 
     def __enter__(self) -> Self:
         try:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.app import Service, WithoutShutdownNoise, ray_cpus
+from services.app import Service, WithoutShutdownNoise
 from services.config import ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.policy.deployment import build_policy_service
+from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation

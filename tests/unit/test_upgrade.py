@@ -12,8 +12,9 @@ import pytest
 import ray
 from ray import serve
 
-from services.app import Service, needed_cpus, ray_cpus, reason_in
+from services.app import Service, reason_in
 from services.config import ReplicaSettings, ServiceConfig
+from services.ray_cluster import needed_cpus, ray_cpus
 from services.replica.code_version import digest_of, sources
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
 from services.store_address import StoreAddress
@@ -119,9 +120,9 @@ def test_replicas_that_ray_has_no_room_for_are_refused_before_anything_changes(
     taken: list[ServiceConfig] = []
     monkeypatch.setattr(Service, "_deploy", lambda _, config, *more: taken.append(config))
     service.upgrade(config(tmp_path, replica={"count": 3}))
-    with pytest.raises(ConfigurationError, match=r"replica\.count: 4 replicas need 4\.4 of Ray's CPUs"):
+    with pytest.raises(ConfigurationError, match=r"replica\.count: 4 replicas need 4\.4 CPUs, Ray has 3\.4"):
         service.upgrade(config(tmp_path, replica={"count": 4}))
-    with pytest.raises(ConfigurationError, match="of Ray's GPUs"):
+    with pytest.raises(ConfigurationError, match=r"need 2 GPUs, Ray has 0;.*num_gpus: 0\.5"):
         service.upgrade(config(tmp_path, replica={"num_gpus": 1.0}))
     assert [one.replica.count for one in taken] == [3]
 
@@ -162,7 +163,7 @@ def test_if_the_new_parts_do_not_start_the_old_ones_are_back(tmp_path: Path, mon
 
 
 def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.app.os", SimpleNamespace(cpu_count=lambda: 1))
+    monkeypatch.setattr("services.ray_cluster.os", SimpleNamespace(cpu_count=lambda: 1))
     assert ray_cpus(config(tmp_path)) >= needed_cpus(config(tmp_path, replica={"count": 3}))
     scaled = config(tmp_path, replica={"autoscaling": {"max_count": 5}})
     assert needed_cpus(scaled) == needed_cpus(config(tmp_path, replica={"count": 5}))

@@ -1,0 +1,95 @@
+"""Ray under a service: a cluster of its own on this host, or the one that ``RAY_ADDRESS`` names."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+
+import ray
+from ray import serve
+from ray.serve.context import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+from services.config import ServiceConfig
+from services.environment import joined_cluster, serve_environment
+from wisp_core.errors import ConfigurationError
+
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+_OBJECT_STORE_BYTES = 100 << 20
+"""Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
+_SPARE_CPUS = 1
+"""For a replica that an upgrade adds."""
+
+
+def start_ray(config: ServiceConfig) -> None:
+    """Start or join Ray, and start Serve on it. Raises ConfigurationError."""
+    # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    address = joined_cluster()
+    if address is None:
+        ray.init(
+            address="local",
+            num_cpus=ray_cpus(config),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    else:
+        _join(address, config)
+    signal.signal(signal.SIGTERM, on_sigterm)
+    refuse_too_many_replicas(config)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(http_options={"host": config.http.host, "port": config.http.port}, logging_config=LOGGING)
+
+
+def _join(address: str, config: ServiceConfig) -> None:
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": serve_environment()},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"RAY_ADDRESS {address}: {error}") from error
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        pass
+    else:
+        ray.shutdown()  # Serve there is somebody else's: it must not be stopped with this service.
+        raise ConfigurationError(
+            f"RAY_ADDRESS {address}: Serve runs there already, with a proxy and settings of its own; stop it "
+            "(serve shutdown) or take a cluster for each service"
+        )
+    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(hosts) > 1 and config.redis.url is None:
+        raise ConfigurationError(
+            f"redis.url: the {len(hosts)} hosts of the Ray cluster at {address} cannot reach an embedded Valkey on "
+            "loopback; give the URL of a Redis that they reach"
+        )
+
+
+def refuse_too_many_replicas(config: ServiceConfig) -> None:
+    """Raises ConfigurationError if Ray cannot place the replicas of ``config``, which Serve would wait for."""
+    count = config.num_replicas
+    for name, needed in (("CPU", needed_cpus(config)), ("GPU", count * config.replica.num_gpus)):
+        found = ray.cluster_resources().get(name, 0.0)
+        if needed > found:
+            raise ConfigurationError(
+                f"replica.count: {count} replicas need {needed:g} {name}s, Ray has {found:g}; give fewer replicas, a "
+                f"part of one to each (replica.num_{name.lower()}s: 0.5), or hosts to a cluster that RAY_ADDRESS "
+                "names. A cluster of the service's own counts once, at its start"
+            )
+
+
+def ray_cpus(config: ServiceConfig) -> int:
+    """CPUs that Ray is told of, so that every replica and whatever else runs finds its own: bookkeeping, no limit."""
+    return max(os.cpu_count() or 1, math.ceil(needed_cpus(config) + _SPARE_CPUS))
+
+
+def needed_cpus(config: ServiceConfig) -> float:
+    """CPUs that the parts of a service ask Ray for, ingresses twice: old and new ones overlap in an upgrade."""
+    return config.most_replicas * config.replica.num_cpus + 0.2 * config.http.num_ingresses + 0.2
