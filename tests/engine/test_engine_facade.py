@@ -44,11 +44,12 @@ class Live:
 
     async def plan(self, cap: int, barrier: Barrier = Barrier.BALLOON) -> SplitPlan:
         self.revision += 1
+        snapshot = await self.engine.snapshot()
         return SplitPlan(
             replica_id="replica-1",
-            incarnation=self.engine.incarnation,
+            incarnation=snapshot.incarnation,
             revision=self.revision,
-            split=full_split(await self.engine.snapshot(), cap),
+            split=full_split(snapshot, cap),
             barrier=barrier,
             policy="test",
             reason="asked for",
@@ -131,7 +132,6 @@ def test_it_starts_at_the_configured_split_and_serves(live: Live) -> None:
     snapshot = live.run(live.engine.snapshot())
     assert snapshot.split == full_split(snapshot, 8)
     assert (snapshot.replica_id, snapshot.model) == ("replica-1", "tiny")
-    assert live.engine.max_request_tokens == 512
     answer = live.run(live.chat(1))
     assert answer["usage"]["completion_tokens"] == 60
     assert live.run(live.call("GET", "/health"))[0] == 200
@@ -255,9 +255,10 @@ def test_a_hung_engine_is_noticed_and_replaced(live: Live) -> None:
     live.run(live.engine.restart())
     assert not any(psutil.pid_exists(pid) for pid in pids)
     live.run(live.engine.heartbeat(5.0))
-    stale = live.run(live.engine.resize(plan))
-    assert (stale.outcome, live.engine.incarnation != plan.incarnation) == (Outcome.STALE, True)
-    assert live.run(live.engine.snapshot()).split.cap == 8
+    assert live.run(live.engine.resize(plan)).outcome is Outcome.STALE
+    snapshot = live.run(live.engine.snapshot())
+    assert snapshot.incarnation != plan.incarnation
+    assert snapshot.split.cap == 8
     assert live.run(live.chat(1))["usage"]["completion_tokens"] == 60
 
 

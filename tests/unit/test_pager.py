@@ -133,7 +133,7 @@ def test_growth_that_is_refused_midway_changes_nothing() -> None:
     model.forward(routing(9, 1), None)
 
 
-def test_counts_by_kind_and_layer_and_curves_predict_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_by_kind_and_curves_predict_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pager_module, "OBSERVING_FRACTION", 1e9)  # every step is observed, however short
     model = Model(4)
     seen: list[int] = []
@@ -144,8 +144,7 @@ def test_counts_by_kind_and_layer_and_curves_predict_them(monkeypatch: pytest.Mo
     assert (decode.steps, decode.tokens) == (5, 15)
     assert model.pager.counts_prefill.steps == 0
     assert model.pager.prefill_misses_by_cap() == ()
-    per_layer = model.pager.layer_counts(is_prefill=False)
-    assert sum(layer.misses for layer in per_layer) == decode.misses > 0
+    assert decode.misses > 0
     assert decode.missed_bytes == decode.misses * model.pager.expert_bytes == decode.misses * (2 * HIDDEN + 40)
     assert decode.hits + decode.misses >= decode.distinct
     assert 0 < decode.link_seconds <= decode.seconds

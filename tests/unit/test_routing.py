@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routing_fleets import NOW_S, NUM_EXPERTS, NUM_LAYERS, One, blind, decide, figures, fleet_of, one, topic, uses
 
 from wisp_core.routing.fleet import Fleet
-from wisp_core.routing.hashing import hash_fraction, hash_order
+from wisp_core.routing.hashing import hash_order
 from wisp_core.routing.route import route
 from wisp_core.routing.views import RoutingRequest, RoutingWeights
 
@@ -246,12 +246,13 @@ def test_hashing_spreads_and_moves_only_the_sessions_of_a_lost_replica() -> None
 
 
 def test_hashing_is_the_same_in_every_process() -> None:
-    code = "from wisp_core.routing.hashing import hash_fraction; print(repr(hash_fraction('t/u/s', 'r1')))"
+    names = [f"r{number}" for number in range(20)]
+    code = f"from wisp_core.routing.hashing import hash_order; print(*hash_order('t/u/s', {names}))"
     for seed in ("1", "2"):
         other = subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         )
-        assert float(other.stdout) == hash_fraction("t/u/s", "r1")
+        assert other.stdout.split() == hash_order("t/u/s", names)
 
 
 replicas = st.builds(

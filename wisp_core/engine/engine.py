@@ -115,18 +115,6 @@ class WispEngine:
         """Whether the engine cannot serve: its processes died, or it is being restarted."""
         return self._live is None or bool(self._live.llm.errored)
 
-    @property
-    def incarnation(self) -> str:
-        """Name of this start of the engine; plans for another one are stale."""
-        return self._alive().incarnation
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Longest request, prompt and output, that the present split can ever serve; refuse longer ones."""
-        live = self._alive()
-        layout = live.facts.layout
-        return min(layout.max_model_len, live.resizer.split.kv_blocks * layout.block_tokens)
-
     def engine_pids(self) -> list[int]:
         """Processes of the engine, this one excluded: vLLM's engine core, with the worker in it or beside it."""
         return [process.pid for process in self._processes]

@@ -73,10 +73,6 @@ class MemfdRegion:
         """Bytes of memory the file occupies, as the system counts them (touched or not, stray writes included)."""
         return os.fstat(self._fd).st_blocks * 512
 
-    def backed_bytes(self) -> int:
-        """Bytes that `back` gave and `release` did not take yet: what `resident_bytes` must not exceed."""
-        return int(np.count_nonzero(self._is_backed)) * self.page_bytes
-
     def _map_pages(self, start: int, stop: int) -> None:
         """Enter the pages into this process's page table, so that Rss counts them at once; best effort."""
         try:

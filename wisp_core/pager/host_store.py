@@ -78,10 +78,3 @@ class HostStore:
     def address(self, name: str) -> int:
         """Address of the first expert of parameter ``name``."""
         return int(self._tensors[name].data_ptr())
-
-    def pin(self) -> None:
-        """Page-lock the tensors for a GPU, at their exact size: torch's pinned allocator rounds to powers of two."""
-        for tensor in self._tensors.values():
-            if not tensor.is_pinned():
-                status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-                torch.cuda.check_error(int(status))

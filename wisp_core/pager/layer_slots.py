@@ -40,11 +40,6 @@ class LayerSlots:
         self._rows = {parameter: list(tensor.unbind(0)) for parameter, tensor in self.tensors.items()}
         self._pairs = [(self._store.rows(parameter), self._rows[parameter]) for parameter in self._shapes]
 
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether copies into the slots cross a link and may still run when `copy_in` returns."""
-        return any(tensor.is_cuda for tensor in self.tensors.values())
-
     def bytes_at(self, cap: int) -> int:
         """Bytes of pages that ``cap`` slots take."""
         return slots_bytes((shape.expert_bytes for shape in self._shapes.values()), cap, self._page_bytes)
@@ -62,7 +57,7 @@ class LayerSlots:
         """Copy experts from the host into slots, in order."""
         for host, slots in self._pairs:
             for expert, slot in copies:
-                slots[slot].copy_(host[expert], non_blocking=True)
+                slots[slot].copy_(host[expert])
 
     def move(self, moves: list[Move]) -> None:
         """Copy slots onto slots."""

@@ -47,9 +47,6 @@ class _Layer:
         self.table = SlotTable(store.num_experts, cap)
         self.slots = LayerSlots(name, store, backing)
         self.slots.back(0, cap)
-        self.is_on_gpu = self.slots.is_on_gpu
-        if self.is_on_gpu:
-            store.pin()
         self.decode_curve = MissCurve(store.num_experts, memory_s)
         self.prefill_curve = MissCurve(store.num_experts, memory_s)
         self.union_curve = UnionCurve(MAX_UNION_ROWS, memory_s)
@@ -81,20 +78,13 @@ class Pager(PagedLayers[_Layer]):
         self._backing = backing
         self._memory_s = settings.window_s
         self._link = Link(settings.emulated_link_bytes_per_s)
-        self._decode = ForwardCounter(0)
-        self._prefill = ForwardCounter(0)
+        self._decode, self._prefill = ForwardCounter(), ForwardCounter()
         self._forward: ForwardInfo | None = None
         self._forward_start_s = 0.0
         self._observing = TimeShare(OBSERVING_FRACTION)
         self._is_observing = False
 
     # -- building ---------------------------------------------------------------------------------------------------
-
-    def add_layer(self) -> int:
-        """Announce one layer, in the order of the forward; returns its index."""
-        index = super().add_layer()
-        self.reset_statistics()
-        return index
 
     def page_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take over the host tensors [E, ...] of layer ``index``; returns the slot tensors to use instead.
@@ -131,7 +121,7 @@ class Pager(PagedLayers[_Layer]):
         Args:
             index: which layer.
             topk_ids: expert ids [rows, top_k], distinct within a row.
-            apply: computes some rows, given the rows and their slot ids (same dtype and device as ``topk_ids``).
+            apply: computes some rows, given the rows and their slot ids (same dtype as ``topk_ids``).
             describe: called once per forward, in layer 0; None for a forward that does not count (profiling).
             apply_in_place: computes all rows from the host tensors that `page_layer` was given.
 
@@ -143,7 +133,7 @@ class Pager(PagedLayers[_Layer]):
             self._forward_start_s = time.perf_counter()
             self._is_observing = self._observing.has_room()
         layer = self._layer(index)
-        ids = topk_ids.numpy() if topk_ids.device.type == "cpu" else topk_ids.cpu().numpy()
+        ids = topk_ids.numpy()
         was_resident = layer.table.is_resident()
         if self._forward is not None:
             self._look(index, layer, ids[: self._forward.num_tokens], was_resident, self._forward)
@@ -154,7 +144,7 @@ class Pager(PagedLayers[_Layer]):
         else:
             output, num_copies = self._run_in_slots(layer, topk_ids, ids, apply)
         if self._forward is not None:
-            self._count(index, ids[: self._forward.num_tokens], was_resident, num_copies, self._forward)
+            self._count(ids[: self._forward.num_tokens], was_resident, num_copies, self._forward)
         if index == self.num_layers - 1:
             self._end_forward()
         return output
@@ -206,11 +196,6 @@ class Pager(PagedLayers[_Layer]):
         """Forwards in which some request computed more than one token."""
         return self._prefill.counts(self.expert_bytes)
 
-    def layer_counts(self, *, is_prefill: bool) -> tuple[PagerCounts, ...]:
-        """The same per layer, without times."""
-        counter = self._prefill if is_prefill else self._decode
-        return tuple(layer.counts(self.expert_bytes) for layer in counter.layers)
-
     def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: expected copies per decode step over all layers, recent steps weighing more; empty before any."""
         return self._expected_misses([layer.decode_curve for layer in self._loaded()])
@@ -233,8 +218,7 @@ class Pager(PagedLayers[_Layer]):
 
     def reset_statistics(self) -> None:
         """Forget counts and curves, as after profiling; residency and its order stay."""
-        self._decode = ForwardCounter(self.num_layers)
-        self._prefill = ForwardCounter(self.num_layers)
+        self._decode, self._prefill = ForwardCounter(), ForwardCounter()
         for layer in self._loaded():
             layer.decode_curve.reset()
             layer.prefill_curve.reset()
@@ -256,7 +240,7 @@ class Pager(PagedLayers[_Layer]):
             if batch.copies:
                 self._copy(layer, batch.copies)
                 num_copies += len(batch.copies)
-            slot_ids = torch.from_numpy(batch.slot_ids).to(device=topk_ids.device, dtype=topk_ids.dtype)
+            slot_ids = torch.from_numpy(batch.slot_ids).to(topk_ids.dtype)
             outputs.append(apply(slice(batch.start, batch.stop), slot_ids))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), num_copies
 
@@ -287,13 +271,10 @@ class Pager(PagedLayers[_Layer]):
     def _copy(self, layer: _Layer, copies: list[tuple[int, int]]) -> None:
         start_s = time.perf_counter()
         layer.slots.copy_in(copies)
-        if layer.is_on_gpu:
-            torch.cuda.current_stream().synchronize()  # only so that the copies' time is known
         self._link.charge(len(copies) * layer.expert_bytes, time.perf_counter() - start_s)
 
     def _count(
         self,
-        index: int,
         ids: npt.NDArray[np.integer],
         was_resident: npt.NDArray[np.bool_],
         num_copies: int,
@@ -302,8 +283,7 @@ class Pager(PagedLayers[_Layer]):
         is_needed = np.zeros(self.num_experts, dtype=np.bool_)
         is_needed[ids] = True
         counter = self._prefill if forward.is_prefill else self._decode
-        counter.layers[index].add(
-            tokens=len(ids),
+        counter.look_up(
             distinct=int(np.count_nonzero(is_needed)),
             hits=int(np.count_nonzero(is_needed & was_resident)),
             misses=num_copies,

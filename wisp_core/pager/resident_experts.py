@@ -90,4 +90,4 @@ class ResidentExperts:
 
     def reset_statistics(self) -> None:
         """Forget counts."""
-        self._decode, self._prefill = ForwardCounter(0), ForwardCounter(0)
+        self._decode, self._prefill = ForwardCounter(), ForwardCounter()

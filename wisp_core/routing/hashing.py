@@ -26,11 +26,6 @@ def hash_fractions(session_key: str, replica_hashes: Hashes) -> npt.NDArray[np.f
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def hash_fraction(session_key: str, replica_id: str) -> float:
-    """The same for one replica by name."""
-    return float(hash_fractions(session_key, np.array([name_hash(replica_id)], dtype=np.uint64))[0])
-
-
 def hash_order(session_key: str, replica_ids: Iterable[str]) -> list[str]:
     """``replica_ids`` in the session's own order of preference."""
     names = list(replica_ids)

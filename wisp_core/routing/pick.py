@@ -20,7 +20,7 @@ def pick_by_score(
     Args:
         request: The turn.
         scores: Of the replicas worth a look, the home among them if it can take the turn.
-        ties: Each one's `hash_fraction`, for differences that mean nothing.
+        ties: Each one's of `hash_fractions`, for differences that mean nothing.
         weights: Constants.
     """
     costs_s = {name: score.total_s + weights.tie_s * ties[name] for name, score in scores.items()}

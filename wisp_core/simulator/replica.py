@@ -126,10 +126,6 @@ class Replica:
         """Admitted and waiting turns."""
         return self.num_running + len(self.waiting)
 
-    def can_ever_hold(self, job: Job) -> bool:
-        """Whether the turn fits the pool as it is now, alone."""
-        return job.blocks <= self.cache.capacity
-
     def arrive(self, job: Job, now_s: float) -> float | None:
         """A turn comes."""
         self.observe(now_s)

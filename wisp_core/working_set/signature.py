@@ -1,15 +1,13 @@
 """Signatures: which experts somebody (a session, user, tenant or replica) uses, small enough to send around.
 
-A signature holds decayed use counts [layers, experts], each layer scaled so that its largest is 255, as bytes. The
-measures below take such arrays, in any scale, and broadcast over leading dimensions, so that a router scores one
-session against all replicas at once.
+A signature holds decayed use counts [layers, experts], each layer scaled so that its largest is 255, as bytes.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,52 +95,6 @@ def use_rates(signature: Signature, top_k: int, *, is_prefill: bool = False) -> 
     return capped
 
 
-def resident_mask(resident: Sequence[Sequence[int]], num_experts: int) -> npt.NDArray[np.bool_]:
-    """`ReplicaSnapshot.resident` as a mask [L, E]."""
-    mask = np.zeros((len(resident), num_experts), dtype=np.bool_)
-    for layer, experts in enumerate(resident):
-        mask[layer, list(experts)] = True
-    return mask
-
-
-def most_used(usage: Usage, cap: int) -> npt.NDArray[np.bool_]:
-    """The ``cap`` most used experts of each layer, ties by ascending id; unused ones never count. [..., L, E]."""
-    order = np.argsort(-usage, axis=-1, kind="stable")
-    mask = np.zeros(usage.shape, dtype=np.bool_)
-    np.put_along_axis(mask, order[..., :cap], True, axis=-1)
-    return mask & (usage > 0)
-
-
-def expected_misses(weights: Usage, held: npt.NDArray[np.bool_], top_k: int) -> npt.NDArray[np.float64]:
-    """Experts per token that ``weights`` is expected to look up outside ``held``, summed over layers.
-
-    A layer's weights, scaled to sum up to ``top_k``, are taken as the chance that a token uses each expert. A layer
-    that nothing is known about contributes nothing.
-
-    Args:
-        weights: [..., L, E].
-        held: what the replica keeps, from `resident_mask` or `most_used`; broadcasts against ``weights``.
-        top_k: experts per token and layer.
-
-    Returns:
-        Expected misses per token, [...]; 0 to L·top_k.
-    """
-    total = weights.sum(axis=-1, keepdims=True, dtype=np.float64)
-    chance = np.divide(weights * float(top_k), total, out=np.zeros(weights.shape), where=total > 0)
-    return np.asarray(np.where(held, 0.0, chance).sum(axis=(-2, -1)))
-
-
-def overlap(a: Usage, b: Usage) -> npt.NDArray[np.float64]:
-    """Shared use of two working sets: per layer Σ min / Σ max of the shares (Ruzicka), averaged; [...] in [0, 1]."""
-    shares = []
-    for usage in (a, b):
-        total = usage.sum(axis=-1, keepdims=True, dtype=np.float64)
-        shares.append(np.divide(usage, total, out=np.zeros(usage.shape), where=total > 0))
-    least = np.minimum(*shares).sum(axis=-1)
-    most = np.maximum(*shares).sum(axis=-1)
-    return np.asarray(np.divide(least, most, out=np.zeros(least.shape), where=most > 0).mean(axis=-1))
-
-
 @dataclass(slots=True)
 class _Entry:
     counts: npt.NDArray[np.float64]  # [L, E], decode steps
@@ -188,17 +140,6 @@ class ExpertTally:
     def keys(self) -> Iterable[str]:
         """Known keys, the stalest first."""
         return tuple(self._entries)
-
-    def forget(self, key: str) -> None:
-        """Drop a key, known or not."""
-        self._entries.pop(key, None)
-
-    def total(self) -> npt.NDArray[np.float64]:
-        """Counts of all keys together, [L, E]."""
-        total = np.zeros(self._shape)
-        for entry in self._entries.values():
-            total += entry.counts
-        return total
 
     def signature(self, key: str) -> Signature | None:
         """Signature of a key; None if nothing is known about it."""
