@@ -46,6 +46,11 @@ class Split(Value):
     kv_blocks: int = Field(ge=0, description="Usable KV blocks, null block not counted.")
 
 
+def blocks_of(num_tokens: int, block_tokens: int) -> int:
+    """KV blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_tokens)
+
+
 class MemoryLayout(Value):
     """Sizes that a solver needs; constant for the life of a replica."""
 
@@ -76,6 +81,11 @@ class MemoryLayout(Value):
         if len(self.experts_bytes_by_cap) != self.num_experts + 1:
             raise ValueError(f"experts_bytes_by_cap has {len(self.experts_bytes_by_cap)} entries, needs E + 1")
         return self
+
+    @property
+    def longest_request_blocks(self) -> int:
+        """Blocks of the longest request: less KV than that is never enough."""
+        return blocks_of(self.max_model_len, self.block_tokens)
 
     def kv_bytes(self, kv_blocks: int) -> int:
         """Bytes of the KV pool with ``kv_blocks`` usable blocks, the null block's group included."""

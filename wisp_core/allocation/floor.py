@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.contracts import ReplicaSnapshot, blocks_of
 
 
 def admission_floor_blocks(*, max_model_len: int, block_tokens: int, turn_tokens: Iterable[int] = ()) -> int:
@@ -13,17 +13,10 @@ def admission_floor_blocks(*, max_model_len: int, block_tokens: int, turn_tokens
     The larger of one longest request, ``max_model_len`` tokens, and all admitted turns together; ``turn_tokens``
     holds prompt plus expected output of each.
     """
-    longest_request = _ceil_div(max_model_len, block_tokens)
-    admitted = sum(_ceil_div(tokens, block_tokens) for tokens in turn_tokens)
-    return max(longest_request, admitted)
+    admitted = sum(blocks_of(tokens, block_tokens) for tokens in turn_tokens)
+    return max(blocks_of(max_model_len, block_tokens), admitted)
 
 
 def floor_blocks(snapshot: ReplicaSnapshot) -> int:
     """κ_min of a replica: what it reported, and never less than one longest request."""
-    layout = snapshot.layout
-    one_request = admission_floor_blocks(max_model_len=layout.max_model_len, block_tokens=layout.block_tokens)
-    return max(snapshot.kv.floor_blocks, one_request)
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
+    return max(snapshot.kv.floor_blocks, snapshot.layout.longest_request_blocks)

@@ -7,9 +7,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+from wisp_core.contracts import blocks_of
 from wisp_core.engine.fair_share import FairShare, StepPart
 from wisp_core.engine.step_rows import SESSION_ARG
-from wisp_core.memory.kv_demand import blocks_of
 
 WEIGHT_ARG = "wisp_weight"
 """Key in ``SamplingParams.extra_args``: the tenant's share of engine time against other tenants' weights."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from wisp_core.contracts import MemoryLayout, Split
-from wisp_core.engine.resize_plan import static_floor_blocks
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.balloon import groups_for_blocks
 
@@ -13,14 +12,14 @@ def initial_split(layout: MemoryLayout, *, budget_bytes: int, cap: int | None) -
 
     Raises ConfigurationError when ``cap`` leaves less KV than κ_min, with the largest cap that fits.
     """
-    floor_groups = groups_for_blocks(static_floor_blocks(layout), layout.kv_group_blocks)
+    floor_groups = groups_for_blocks(layout.longest_request_blocks, layout.kv_group_blocks)
     room_bytes = budget_bytes - floor_groups * layout.kv_group_blocks * layout.block_bytes
     caps = range(layout.min_cap, layout.num_experts + 1)
     possible = [c for c in caps if layout.experts_bytes_by_cap[c] <= room_bytes]
     if not possible or (cap is not None and cap not in possible):
         largest = f"the largest cap that does is {possible[-1]}" if possible else "no cap does: raise vram_budget_bytes"
         raise ConfigurationError(
-            f"cap {cap} does not fit {budget_bytes} bytes next to κ_min of {static_floor_blocks(layout)} KV blocks "
+            f"cap {cap} does not fit {budget_bytes} bytes next to κ_min of {layout.longest_request_blocks} KV blocks "
             f"within [{layout.min_cap}, {layout.num_experts}]; {largest}"
         )
     if cap is None:

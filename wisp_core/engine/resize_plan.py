@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from wisp_core.contracts import MemoryLayout, Outcome, Split
 from wisp_core.memory.balloon import groups_for_blocks, usable_blocks
-from wisp_core.memory.kv_demand import blocks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +39,6 @@ class Refusal:
 
     outcome: Outcome
     reason: str
-
-
-def static_floor_blocks(layout: MemoryLayout) -> int:
-    """Usable blocks without which the longest accepted request could never finish."""
-    return blocks_of(layout.max_model_len, layout.block_tokens)
 
 
 def plan_move(
@@ -122,10 +116,10 @@ def _impossible(layout: MemoryLayout, budget_bytes: int, target: Split, usable_a
         return f"cap {target.cap} is outside [{layout.min_cap}, {layout.num_experts}]"
     if usable_after > layout.max_kv_blocks:
         return f"{usable_after} KV blocks are more than the address range's {layout.max_kv_blocks}"
-    if usable_after < static_floor_blocks(layout):
+    if usable_after < layout.longest_request_blocks:
         return (
             f"{usable_after} KV blocks are below κ_min: a request of max_model_len {layout.max_model_len} tokens "
-            f"needs {static_floor_blocks(layout)}"
+            f"needs {layout.longest_request_blocks}"
         )
     needed_bytes = layout.pool_bytes(Split(cap=target.cap, kv_blocks=usable_after))
     if needed_bytes > budget_bytes:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError, EngineControl
 from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport
-from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_move, static_floor_blocks, steps_of
+from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_move, steps_of
 from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
 
 _STEP_BYTES = 512 << 20
@@ -77,7 +77,7 @@ class Resizer:
         await self._control.deflate()
         scheduler, memory = await self._reports()
         before = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
-        move = self._plan(before, target, floor_blocks=static_floor_blocks(self._facts.layout))
+        move = self._plan(before, target, floor_blocks=self._facts.layout.longest_request_blocks)
         if isinstance(move, Refusal):
             raise CapacityError(f"initial split cap={target.cap} kv_blocks={target.kv_blocks}: {move.reason}")
         await self._act(move, list(scheduler.taken_groups))
@@ -116,7 +116,7 @@ class Resizer:
             before = self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
             is_drained = plan.barrier is Barrier.DRAINED
             # After a drain nothing runs, and the take itself checks the floor of whatever does.
-            floor_blocks = static_floor_blocks(self._facts.layout) if is_drained else scheduler.kv.floor_blocks
+            floor_blocks = self._facts.layout.longest_request_blocks if is_drained else scheduler.kv.floor_blocks
             move = self._plan(before, plan.split, floor_blocks)
             if isinstance(move, Refusal):
                 return self._outcome(plan, move.outcome, move.reason)

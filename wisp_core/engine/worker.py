@@ -17,7 +17,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.sample.sampler import Sampler
 
-from wisp_core.contracts import MemoryLayout, Signature
+from wisp_core.contracts import MemoryLayout, Signature, blocks_of
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
 from wisp_core.engine.host_kv import check_holds_a_block, check_host_kv
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
@@ -25,7 +25,6 @@ from wisp_core.engine.pooled_memory import PooledMemory
 from wisp_core.engine.reports import LayoutReport, PagerReport
 from wisp_core.engine.session_tally import SessionTally
 from wisp_core.errors import ConfigurationError
-from wisp_core.memory.kv_demand import blocks_of
 from wisp_core.memory.layout import kv_groups_beside
 from wisp_core.memory.region import Backing
 from wisp_core.pager.interface import ExpertPager

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wisp_core.contracts import blocks_of
 from wisp_core.working_set.forgetting import Forgetting
 
 _FORGETTING = 0.9
 """Weight of the past in the expected output length, per finished turn."""
 
 _LEAST_SHARE = 1e-3
-
-
-def blocks_of(num_tokens: int, block_tokens: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens."""
-    return -(-num_tokens // block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +111,6 @@ class DemandMeter:
         self._turns = 0
         self._demand_blocks = 0
 
-    @property
-    def longest_request_blocks(self) -> int:
-        """Blocks of the longest request that the engine accepts: the static part of the floor."""
-        return blocks_of(self._max_model_len, self._block_tokens)
-
     def full_blocks(self, turn: Turn) -> int:
         """Blocks that ``turn`` needs to run to its expected end."""
         tokens = min(turn.prompt_tokens + self.lengths.expect(turn), self._max_model_len)
@@ -127,7 +118,7 @@ class DemandMeter:
 
     def floor_blocks(self, used_blocks: int, running: Iterable[Turn]) -> int:
         """κ_min without the null block: what is held, counted once where shared, and what running turns still need."""
-        return max(self.longest_request_blocks, self._needed(used_blocks, running))
+        return max(blocks_of(self._max_model_len, self._block_tokens), self._needed(used_blocks, running))
 
     def observe(self, now_s: float, *, used_blocks: int, running: list[Turn], waiting: list[Turn]) -> None:
         """Note the state from now on; call when turns come, start or go."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wisp_core.allocation.floor import admission_floor_blocks
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin
 from wisp_core.simulator.replica import NUM_AMOUNTS, Replica
 
@@ -167,13 +166,12 @@ class Observer:
 
     def _demand(self, now_s: float, first: _Sample, last: _Sample, span_s: float) -> KvDemand:
         replica, layout = self._replica, self._replica.model.layout
-        longest = admission_floor_blocks(max_model_len=layout.max_model_len, block_tokens=layout.block_tokens)
         asked = replica.asked.rates(now_s, now_s)
         turns, prompt_tokens, prompt_passes, output_tokens = asked[:NUM_AMOUNTS].tolist()
         return KvDemand(
             running_turns=replica.num_running,
             waiting_turns=len(replica.waiting),
-            floor_blocks=min(max(longest, replica.cache.running_blocks), layout.max_kv_blocks),
+            floor_blocks=min(max(layout.longest_request_blocks, replica.cache.running_blocks), layout.max_kv_blocks),
             demand_blocks=max(sample.peak_blocks for sample in self._samples),
             used_blocks=replica.cache.running_blocks,
             cached_blocks=replica.cache.cached_blocks,
