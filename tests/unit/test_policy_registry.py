@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
 
+from policies import registry
 from policies.mv_wsa import MarginalValue
 from policies.registry import known_names, load_policy
 from policies.static_split import StaticSplit
@@ -53,8 +55,10 @@ def test_built_in_names_and_their_settings() -> None:
     assert isinstance(load_policy("mv_wsa", {}), MarginalValue)
 
 
-def test_the_default_policies_are_announced_as_entry_points() -> None:
-    assert {"mv_wsa", "static_split"} <= set(known_names())
+def test_a_built_in_name_is_found_without_any_installed_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints())
+    assert known_names() == sorted(registry.BUILT_IN)
+    assert [type(load_policy(name, {})) for name in ("static_split", "mv_wsa")] == [StaticSplit, MarginalValue]
 
 
 def test_the_oracle_is_not_offered_where_a_name_is_unknown() -> None:
