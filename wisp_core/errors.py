@@ -37,7 +37,14 @@ class EngineUnavailableError(RetryableError):
 
 
 class StoreUnavailableError(RetryableError):
-    """Redis does not answer."""
+    """Redis does not answer, or cannot do what it is asked.
+
+    ``may_have_run``: the command was sent, and nobody knows what became of it.
+    """
+
+    def __init__(self, message: str = "", *, may_have_run: bool = False) -> None:
+        super().__init__(message)
+        self.may_have_run = may_have_run
 
 
 class ResizeConflictError(RetryableError):

@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 
 from services.ingress.errors import rate_limited
 from services.ingress.request_fields import TurnFields
@@ -42,15 +43,28 @@ class PromptEstimator:
             self._bytes_per_token[tenant_id] = known + 0.05 * (fields.text_bytes / counted - known)
 
 
+@dataclass
+class _Turn:
+    """A turn of this process that may be counted as running."""
+
+    request: TurnRequest
+    counted_in: list[TenantStore]
+    """Where; a store that did not answer in time may have counted it all the same."""
+    until_s: float
+    """When its lease ends by itself, Unix time."""
+    used_tokens: int = 0
+    """Known when the turn has ended."""
+
+
 class TurnLimiter:
     """Admits turns by the store's word; while it is away, by this process's own count."""
 
     def __init__(self, store: TenantStore) -> None:
         self._store = store
         self._fallback = MemoryStore()
-        self._running: dict[str, tuple[TurnRequest, TenantStore]] = {}
-        self._ended: dict[str, int] = {}
-        """Tokens used by turns that have ended, but are still counted as running."""
+        self._running: dict[str, _Turn] = {}
+        self._ended: dict[str, _Turn] = {}
+        """Turns that have ended, but may still be counted as running."""
 
     async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int, session_key: str = "") -> Placement | None:
         """Take one request, ``tokens`` and one running turn. Raises ApiError (429).
@@ -73,7 +87,7 @@ class TurnLimiter:
             admission = await self._ask(request)
         if admission.allowed:
             return admission.placement
-        del self._running[turn_id]
+        await self.settle(turn_id, 0)
         limits = {
             Limit.REQUESTS: (tenant.requests_per_minute, 1),
             Limit.TOKENS: (tenant.tokens_per_minute, tokens),
@@ -83,39 +97,54 @@ class TurnLimiter:
         raise rate_limited(admission, *limits[admission.which])
 
     async def _ask(self, request: TurnRequest) -> Admission:
-        self._running[request.turn_id] = (request, self._store)
+        now_s = time.time()
+        turn = self._running[request.turn_id] = _Turn(request, [self._store], now_s + LEASE_S)
         try:
-            return await self._store.admit(request, time.time())
-        except StoreUnavailableError:
-            self._running[request.turn_id] = (request, self._fallback)
-            return await self._fallback.admit(request, time.time())
+            admission = await self._store.admit(request, now_s)
+        except StoreUnavailableError as error:
+            turn.counted_in = [self._fallback, self._store] if error.may_have_run else [self._fallback]
+            return await self._fallback.admit(request, now_s)
+        if not admission.allowed:
+            turn.counted_in = []
+        return admission
 
     async def settle(self, turn_id: str, used_tokens: int, *, delay_s: float = 0.0) -> None:
-        """End a turn that was admitted; its lease ends by itself if the store is away.
+        """End a turn that was admitted; where the store is away, as soon as it is back or its lease has ended.
 
         Within ``delay_s`` it is counted as running, except where that would refuse another turn of its tenant.
         """
-        self._ended[turn_id] = used_tokens
+        turn = self._running.pop(turn_id, None)
+        if turn is None:
+            return  # It was refused.
+        turn.used_tokens = used_tokens
+        self._ended[turn_id] = turn
         await asyncio.sleep(delay_s)
         await self._settle(turn_id)
 
-    async def _settle(self, turn_id: str) -> None:
-        if turn_id not in self._ended:
-            return  # An admission was faster.
-        request, store = self._running[turn_id]
-        try:
-            with contextlib.suppress(StoreUnavailableError):
-                await store.settle(request, self._ended[turn_id], time.time())
-        finally:
-            # Only now: until then whoever is refused has to wait for it. To settle twice changes nothing.
+    async def _settle(self, turn_id: str) -> bool:
+        """Settle a turn that has ended, wherever it may be counted; False while a store is away."""
+        turn = self._ended.get(turn_id)
+        if turn is None:
+            return True  # An admission was faster.
+        left: list[TenantStore] = []
+        for store in turn.counted_in:
+            try:
+                # An admission may be at it as well: to settle twice changes nothing.
+                await store.settle(turn.request, turn.used_tokens, time.time())
+            except StoreUnavailableError:
+                if time.time() < turn.until_s:
+                    left.append(store)
+        turn.counted_in = left
+        if not left:
             self._ended.pop(turn_id, None)
-            self._running.pop(turn_id, None)
+        return not left
 
     async def _settle_ended(self, tenant_id: str) -> bool:
-        """Settle the tenant's turns that have ended; False if there are none."""
-        ended = [turn_id for turn_id in self._ended if self._running[turn_id][0].tenant_id == tenant_id]
-        # Whoever was refused may leave now: that must not undo the end of turns of others.
-        await asyncio.shield(asyncio.gather(*map(self._settle, ended)))
+        """Settle the tenant's turns that have ended; False if there are none, or a store is away."""
+        ended = [turn_id for turn_id, turn in self._ended.items() if turn.request.tenant_id == tenant_id]
+        for turn_id in ended:
+            if not await self._settle(turn_id):
+                return False
         return bool(ended)
 
     async def renew_forever(self) -> None:
@@ -125,8 +154,13 @@ class TurnLimiter:
             await self.renew()
 
     async def renew(self) -> None:
-        """Extend the lease of every running turn, in whichever store it is counted."""
-        for request, store in list(self._running.values()):
-            # One store being away says nothing of the other; the calls after the first fail at once.
-            with contextlib.suppress(StoreUnavailableError):
-                await store.renew_turn(request.tenant_id, request.turn_id, LEASE_S, time.time())
+        """Extend the lease of every running turn, in whichever store it is counted, and settle ended ones."""
+        for turn_id in list(self._ended):
+            await self._settle(turn_id)
+        for turn in list(self._running.values()):
+            for store in turn.counted_in:
+                # One store being away says nothing of the other; the calls after the first fail at once.
+                with contextlib.suppress(StoreUnavailableError):
+                    now_s = time.time()
+                    await store.renew_turn(turn.request.tenant_id, turn.request.turn_id, LEASE_S, now_s)
+                    turn.until_s = now_s + LEASE_S

@@ -285,7 +285,44 @@ async def test_a_wrong_password_is_unavailable(valkey) -> None:
     store = RedisStore(valkey.url, "test", password="wrong", timeout_s=1)
     with pytest.raises(StoreUnavailableError) as caught:
         await store.ping()
+    assert "AuthenticationError: invalid username-password pair" in str(caught.value)
+    assert valkey.url.partition("//")[2].partition("/")[0] in str(caught.value)
     assert "wrong" not in str(caught.value)
+    await store.close()
+
+
+async def test_a_connection_that_ended_while_idle_is_replaced_before_it_is_used(valkey) -> None:
+    store = open_redis_store(valkey)
+    await store.ping()
+    for _ in range(5):
+        valkey.client().client_kill_filter(_type="normal", skipme=True)
+        await asyncio.sleep(0.01)
+        await store.ping()
+    await store.close()
+
+
+async def test_what_a_server_refuses_is_logged_once_and_in_its_words(valkey, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_redis_store(valkey)
+    key = k.Keys("test").placement("t/user/secret-session")
+    valkey.client().set(key, "no hash")
+    for _ in range(3):
+        with pytest.raises(StoreUnavailableError):
+            await store.read_placement("t/user/secret-session")
+        await asyncio.sleep(0.6)
+    (line,) = caplog.messages
+    assert "WRONGTYPE Operation against a key holding the wrong kind of value" in line
+    assert "secret-session" not in line
+    await store.close()
+
+
+async def test_a_server_that_takes_no_writes_does_not_pass_for_one_that_answers(valkey) -> None:
+    client, store = valkey.client(), open_redis_store(valkey)
+    client.replicaof("127.0.0.1", valkey.port)
+    try:
+        with pytest.raises(StoreUnavailableError, match="ReadOnlyError"):
+            await store.ping()
+    finally:
+        client.replicaof("NO", "ONE")
     await store.close()
 
 
@@ -326,6 +363,7 @@ async def test_watching_outlives_a_restart_with_empty_data(valkey) -> None:
     # An engine that was started again counts from 0, and an empty store no longer knows the last revision.
     valkey.kill()
     valkey.start()
+    await asyncio.sleep(0.01)  # The loop has to see that connections have ended.
     again = plan(1).model_copy(update={"incarnation": "later"})
     assert await writer.write_plan(again)
     assert await asyncio.wait_for(anext(watcher), 5) == again

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import TYPE_CHECKING
 
 import pytest
-from store_values import tenant, turn
+from store_values import open_redis_store, tenant, turn
 
+from services.ingress.limits import TurnLimiter
 from wisp_core.contracts import TenantUsage, TurnRecord
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Limit, Store
 from wisp_core.store.redis_store import RedisStore
+
+if TYPE_CHECKING:
+    from conftest import ValkeyProcess
 
 
 async def test_a_tenants_keys_work_until_replaced(store: Store) -> None:
@@ -117,6 +123,37 @@ async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> N
     await store.renew_turn("t", "a", 30.0, now_s + 20)
     assert (await store.admit(turn("d", **two), now_s + 31)).allowed, "the lease of b has ended, that of c was renewed"
     assert not (await store.admit(turn("e", **two), now_s + 31)).allowed
+
+
+async def test_a_turn_that_asks_again_is_admitted_once(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    one = turn("a", 300, max_concurrent_turns=1)
+    for _ in range(3):
+        assert (await store.admit(one, now_s)).allowed
+    assert (await store.admit(turn("b"), now_s)).allowed, "neither requests nor tokens were taken again"
+    await store.settle(one, used_tokens=300, now_s=now_s)
+    assert (await store.admit(turn("c", 290), now_s)).allowed
+
+
+async def test_a_turn_that_the_store_admits_too_late_is_not_refused_by_itself(valkey: ValkeyProcess) -> None:
+    store = open_redis_store(valkey, timeout_s=0.2)
+    await store.ping()
+    one_at_once = tenant("t").model_copy(update={"max_concurrent_turns": 1})
+    limiter = TurnLimiter(store)
+    valkey.pause()
+    admitting = asyncio.create_task(limiter.admit(one_at_once, "a", 300))
+    await asyncio.sleep(0.3)
+    valkey.resume()
+    await admitting
+    client, keys = valkey.client(), k.Keys("test")
+    assert client.zrange(keys.turns("t"), 0, -1) == ["a"]
+    assert float(client.get(keys.limit("t", "requests"))) - time.time() <= 20, "charged for one request of three"
+    await asyncio.sleep(0.5)  # Until the breaker lets a call through.
+    await limiter.settle("a", 300)
+    assert client.zcard(keys.turns("t")) == 0
+    await limiter.admit(one_at_once, "b", 300)
+    assert client.zrange(keys.turns("t"), 0, -1) == ["b"]
+    await store.close()
 
 
 async def test_buckets_leave_no_keys_behind(redis_store: RedisStore, valkey) -> None:

@@ -11,7 +11,8 @@ from services.ingress.errors import ApiError
 from services.ingress.limits import PromptEstimator, TurnLimiter
 from services.ingress.request_fields import COMPLETIONS_PATH, parse
 from wisp_core.contracts import TenantSpec
-from wisp_core.store.interface import TurnRequest
+from wisp_core.errors import StoreUnavailableError
+from wisp_core.store.interface import Admission, TurnRequest
 from wisp_core.store.memory_store import MemoryStore
 
 TENANT = TenantSpec(tenant_id="a", key_sha256=(), requests_per_minute=4, tokens_per_minute=600, max_concurrent_turns=2)
@@ -105,12 +106,43 @@ async def test_turns_admitted_without_the_store_stay_counted_while_it_is_away(cl
     assert (await refusal(limiter, "t2", 1)).error["message"].startswith("Rate limit reached on concurrent turns")
 
 
-async def test_settling_is_safe_when_the_store_goes_away_in_between(clock: Clock) -> None:
+async def test_a_turn_that_ends_while_the_store_is_away_is_settled_when_it_is_back(clock: Clock) -> None:
     store = MemoryStore()
     limiter = TurnLimiter(store)
-    await limiter.admit(TENANT, "t0", 300)
+    for turn_id in ("t0", "t1"):
+        await limiter.admit(TENANT, turn_id, 300)
     store.is_available = False
     await limiter.settle("t0", 0)
+    store.is_available = True
+    await limiter.admit(TENANT, "t2", 300)
+    store.is_available = False
+    await limiter.settle("t1", 0)
+    store.is_available = True
+    await limiter.renew()
+    assert not limiter._ended
+    store.is_available = False
+    await limiter.settle("t2", 0)
+    clock.now_s += 60
+    await limiter.renew()
+    assert not limiter._ended, "its lease has ended by itself"
+
+
+async def test_a_turn_whose_admission_was_not_answered_is_settled_wherever_it_may_be_counted(clock: Clock) -> None:
+    class SlowStore(MemoryStore):
+        async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
+            await super().admit(turn, now_s)
+            raise StoreUnavailableError("no reply in time", may_have_run=True)
+
+    store = SlowStore()
+    limiter = TurnLimiter(store)
+    await limiter.admit(TENANT, "t0", 300)
+    assert len(store._turns["a"]) == len(limiter._fallback._turns["a"]) == 1
+    await limiter.settle("t0", 0)
+    await limiter.admit(TENANT, "t1", 600)
+    error = await refusal(limiter, "t2", 1)
+    assert error.error["type"] == "tokens", "by this process's count"
+    assert set(store._turns["a"]) == {"t1"}, "whoever is refused holds no place anywhere"
+    assert not limiter._ended
 
 
 def test_prompt_estimates_follow_what_the_engine_counts() -> None:

@@ -1,7 +1,13 @@
-"""The one connection pool of a store: timeouts, a breaker, and every Redis error as StoreUnavailableError."""
+"""The one connection pool of a store: timeouts, a breaker, and every Redis error as StoreUnavailableError.
+
+Nothing is sent twice: after a timeout or a lost connection nobody knows whether a command has run. A pooled connection
+that ended while idle is noticed, and replaced, before a command goes out.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -10,10 +16,15 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.breaker import CircuitBreaker
 
+logger = logging.getLogger(__name__)
+
+TOLD_AGAIN_S = 60.0
+"""A failure for the same reason is logged again after this."""
 FAILURES = (RedisError, OSError, RuntimeError)
 """What redis-py raises when Redis goes away. A RuntimeError is uvloop's, for a write to a connection that has ended."""
 
@@ -29,13 +40,18 @@ class Connection:
             decode_responses=True,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            # One retry without delay: it replaces a pooled connection that died while idle.
-            retry=Retry(NoBackoff(), 1),
+            retry=Retry(NoBackoff(), 0),
+            # With them redis-py does not look whether a pooled connection has ended.
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
             **options,
         )
         self.round_trips = 0
         """Exchanges with the server since the start: a pipeline, a script and a list with its values are one each."""
         self._breaker = CircuitBreaker()
+        self._failure = ""
+        """Why Redis cannot be used, while it cannot."""
+        self._told: tuple[str, float] = ("", 0.0)
+        """The failure that was logged last, and when."""
         self._scripts: dict[str, Any] = {}
 
     @asynccontextmanager
@@ -45,14 +61,31 @@ class Connection:
         The client is typed Any: redis-py's annotations do not know that replies are decoded to text here.
         """
         if not self._breaker.allows():
-            raise StoreUnavailableError("Redis does not answer")
+            raise StoreUnavailableError(self._failure)
         self.round_trips += 1
         try:
             yield self.client
         except FAILURES as error:
             self._breaker.record_failure()
-            raise StoreUnavailableError(f"Redis: {type(error).__name__}") from error
+            self._failure = f"Redis at {self.address}: {_words(error)}"
+            self._tell_failure()
+            raise StoreUnavailableError(self._failure, may_have_run=True) from error
+        if self._breaker.is_open:
+            logger.info("Redis at %s can be used again", self.address)
         self._breaker.record_success()
+
+    @property
+    def address(self) -> str:
+        """Where Redis is, without a password."""
+        options = self.client.connection_pool.connection_kwargs
+        return str(options.get("path") or f"{options.get('host')}:{options.get('port')}")
+
+    def _tell_failure(self) -> None:
+        """Log a failure once per outage: what this process does without Redis is right, but has to be known."""
+        now_s = time.monotonic()
+        if self._told[0] != self._failure or now_s - self._told[1] > TOLD_AGAIN_S:
+            self._told = (self._failure, now_s)
+            logger.warning("%s; going on without it", self._failure)
 
     async def run(self, script: str, keys: list[str], args: list[str | int | float]) -> Any:
         """Run a script of ``wisp_core.store.scripts``, loaded on first use."""
@@ -65,3 +98,10 @@ class Connection:
     async def close(self) -> None:
         """Close the pool."""
         await cast("Awaitable[None]", self.client.aclose())
+
+
+def _words(error: BaseException) -> str:
+    """What ``error`` says, without the arguments of commands: keys hold the ids of sessions."""
+    name, text = type(error).__name__, str(error)
+    text = text.rpartition("of pipeline caused error: ")[2].partition(", with args beginning with")[0]
+    return f"{name}: {text[:200]}" if text else name

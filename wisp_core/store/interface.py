@@ -201,7 +201,8 @@ class TenantStore(Protocol):
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
         """Take one request, ``turn.tokens`` tokens and one running turn from the tenant's limits, or nothing.
 
-        Rates are token buckets that hold one minute's worth and refill evenly. ``now_s`` is Unix time.
+        A turn that is admitted already stays so and takes nothing: whoever got no answer may ask again. Rates are token
+        buckets that hold one minute's worth and refill evenly. ``now_s`` is Unix time.
         """
         ...
 
@@ -226,7 +227,7 @@ class Store(ReplicaStore, SessionStore, TenantStore, Protocol):
         ...
 
     async def ping(self) -> None:
-        """Return if the store answers."""
+        """Return if the store answers, takes writes and runs scripts."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Every Redis key and channel of a service, in one place.
 
-All keys start with ``wisp:{service}:``. The braces are literal: they make the service one hash slot of a Redis
-cluster, so that scripts and pipelines over several keys work there too.
+All keys start with ``wisp:{service}:``. The braces are literal: they make the service one hash slot, which scripts
+over several keys need behind a proxy of a cluster. The client itself talks to one server, and follows no MOVED.
 
 | key | type | TTL | writer | reader |
 |---|---|---|---|---|

@@ -244,6 +244,8 @@ class MemoryStore:
         turns = self._turns[turn.tenant_id]
         for turn_id in [turn_id for turn_id, until_s in turns.items() if until_s <= now_s]:
             del turns[turn_id]
+        if turn.turn_id in turns:
+            return Admission(True, placement=await self.read_placement(turn.session_key))
         if len(turns) >= turn.max_concurrent_turns:
             return Admission(False, 1.0, Limit.TURNS)
         full_at_s: dict[Limit, float] = {}

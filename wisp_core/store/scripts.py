@@ -59,6 +59,7 @@ placement JSON, its time in s, session key, TTL ms, longest index. Returns the J
 ADMIT = """
 local now = tonumber(ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[1])
+if redis.call('ZSCORE', KEYS[3], ARGV[6]) then return {'', '', redis.call('HGET', KEYS[4], 'placement')} end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then
   return {'turns', '1'}
 end
@@ -80,7 +81,7 @@ redis.call('ZADD', KEYS[3], now + tonumber(ARGV[7]), ARGV[6])
 redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[7]) * 1000) + 1000)
 return {'', '', redis.call('HGET', KEYS[4], 'placement')}
 """
-"""Admit a turn against requests and tokens per minute and turns at once: all three or none.
+"""Admit a turn against requests and tokens per minute and turns at once: all three or none, and only once.
 
 A bucket is kept as the time at which it will be full again; what is missing from it now is that time's distance.
 KEYS: requests bucket, tokens bucket, running turns, the session's placement hash. ARGV: now s, requests per minute,
