@@ -110,12 +110,17 @@ def test_steps_counts_and_curve_equal_the_reference() -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no stream to wait for")
-def test_a_report_waits_for_no_step() -> None:
+def test_neither_a_step_nor_a_report_waits_for_the_device() -> None:
     paged = Paged(cap=6)
-    paged.step(routing(2, 0))
-    PagerReport.of(paged.pager)  # compiles and allocates whatever the first one does
+    paged.step(routing(2, 0))  # compiles and allocates what the first one does
+    PagerReport.of(paged.pager)
+    ids = [torch.from_numpy(of_layer).to(DEVICE) for of_layer in routing(2, 1)]
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+    paged.pager.begin_step(2, is_prefill=False)
+    for layer, of_layer in enumerate(ids):
+        paged.pager.plan(layer, of_layer, Path.DECODE)
+    paged.pager.end_step()
     PagerReport.of(paged.pager)
     assert not torch.cuda.current_stream().query(), "the device still works"
 
