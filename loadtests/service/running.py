@@ -71,13 +71,16 @@ class RunningService:
         return response.status_code, body
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Return, with the seconds it took, when every engine serves. Raises RuntimeError with the log's end."""
+        """Return, with the seconds it took, when the start has ended and every engine serves.
+
+        Raises RuntimeError with the log's end.
+        """
         began_s = time.monotonic()
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"wisp serve ended:\n{self.log()[-4000:]}")
             with contextlib.suppress(httpx.TransportError):
-                if self.readiness()[0] == 200:
+                if self.readiness()[0] == 200 and "wisp: serving at" in self.log():
                     return time.monotonic() - began_s
             if time.monotonic() - began_s > timeout_s:
                 raise RuntimeError(f"not ready after {timeout_s:g} s:\n{self.log()[-4000:]}")
