@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -31,7 +32,7 @@ from services.service_file import remove_service_file, write_service_file
 from services.start_progress import log_directory
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation
-from wisp_core.errors import ConfigurationError, EngineUnavailableError, WispError
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class Service:
 
     def __init__(self, config: ServiceConfig) -> None:
         """Nothing is started yet; secrets and tenant keys that do not exist are created. Raises ConfigurationError."""
-        self.config, self._redis_password_file = _hide_redis_password(config)
+        self.config, self._redis_password = _without_redis_password(config)
+        self._redis_password_file = _keep_redis_password(self.config, self._redis_password)
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
         self._code, self._driver_code = code_version(), driver_code()
@@ -102,31 +104,32 @@ class Service:
         Parts that differ are replaced one at a time, and drained before.
 
         Blocks until the new ones serve. Raises ConfigurationError: what cannot change is refused before anything does,
-        and if the new parts do not start, the old settings are back. Code that was edited stays edited: replicas that
-        were replaced already run it, the others go on with theirs.
+        and if the new parts do not start, whatever the reason, the old settings are back. Code that was edited stays
+        edited: replicas that were replaced already run it, the others go on with theirs.
         """
-        config, password_file = _hide_redis_password(config)
-        if changed := [name for name in FIXED if attrgetter(name)(config) != attrgetter(name)(self.config)]:
+        config, password = _without_redis_password(config)
+        changed = [name for name in FIXED if attrgetter(name)(config) != attrgetter(name)(self.config)]
+        if password != self._redis_password and "redis" not in changed:
+            changed.append("redis.url's password")
+        if changed:
             names = ", ".join(changed)
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         if driver_code() != self._driver_code:
             raise ConfigurationError("the code of `wisp serve` itself has changed: stop the service and start it again")
         refuse_too_many_replicas(config)
         tenant_specs(config)
-        before = self.config, self._redis_password_file, self._code
+        before = self.config, self._code
         try:
-            self._deploy(config, password_file, code_version())
-        except WispError:
+            self._deploy(config, code_version())
+        except Exception:
             self._deploy(*before)
             raise
 
-    def _deploy(self, config: ServiceConfig, redis_password_file: Path | None, code: str) -> None:
+    def _deploy(self, config: ServiceConfig, code: str) -> None:
         """Deploy both applications; Serve replaces what differs."""
-        self.config, self._redis_password_file, self._code = config, redis_password_file, code
+        self.config, self._code = config, code
         self._began_s = time.time()
-        self.run_policy()
-        self._run_application()
-        self._wait_ready()
+        self._run_all()
 
     def tend(self) -> None:
         """Restart the embedded Valkey if it has died; call this again and again."""
@@ -148,27 +151,20 @@ class Service:
             self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
             self.valkey.start()
             self._redis_url = self.valkey.url
+        asyncio.run(self._store_address.check())
         start_ray(self.config)
-        self.run_policy()
-        self._run_application()
-        self._wait_ready()
+        self._run_all()
         self.publish()
+
+    def _run_all(self) -> None:
+        self.run_policy()
+        _run(self._application(), self.config.name, route_prefix="/")
+        self._wait_ready()
 
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._store_address)
-        serve.run(policy, name=self.policy_app, route_prefix=None, logging_config=LOGGING)
-
-    def _run_application(self) -> None:
-        try:
-            serve.run(self._application(), name=self.config.name, route_prefix="/", logging_config=LOGGING)
-        except RuntimeError as error:
-            # Serve says only which deployment failed; why is in its status.
-            deployments = serve.status().applications[self.config.name].deployments
-            reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()]
-            raise ConfigurationError(
-                f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
-            ) from error
+        _run(policy, self.policy_app, route_prefix=None)
 
     @property
     def policy_app(self) -> str:
@@ -231,6 +227,19 @@ class Service:
         self._is_published = True
 
 
+def _run(application: serve.Application, name: str, route_prefix: str | None) -> None:
+    """Deploy one application. Raises ConfigurationError with what its parts say."""
+    try:
+        serve.run(application, name=name, route_prefix=route_prefix, logging_config=LOGGING)
+    except RuntimeError as error:
+        # Serve says only which deployment failed; why is in its status.
+        deployments = serve.status().applications[name].deployments
+        reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()] or [str(error)]
+        raise ConfigurationError(
+            f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
+        ) from error
+
+
 def reason_in(message: str) -> str:
     """What an operator can mend, from Serve's message on a deployment: of a traceback only WiSP's own error, if any."""
     _, found, error = message.rpartition("wisp_core.errors.")
@@ -242,19 +251,26 @@ def reason_in(message: str) -> str:
     return "\n".join(lines)
 
 
-def _hide_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, Path | None]:
-    """``config`` as the parts of the service see it, and the file that holds the store's password."""
+def _without_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, str | None]:
+    """``config`` as the parts of the service see it, and the password that its store's URL held."""
     config = config.model_copy(update={"state_dir": config.state_dir.resolve()})
     if config.redis.url is None:
-        return config, secret_path(config.state_dir, "redis")
+        return config, None
     url, password = without_password(config.redis.url)
+    redis = config.redis.model_copy(update={"url": url})
+    return config.model_copy(update={"redis": redis}), password
+
+
+def _keep_redis_password(config: ServiceConfig, password: str | None) -> Path | None:
+    """The file that holds the password of the service's store, for its parts; none, if there is none."""
+    if config.redis.url is None:
+        return secret_path(config.state_dir, "redis")
     path = secret_path(config.state_dir, "redis-url")
     if password is None:
         path.unlink(missing_ok=True)
-        return config, None
+        return None
     replace_secret(path, password)
-    redis = config.redis.model_copy(update={"url": url})
-    return config.model_copy(update={"redis": redis}), path
+    return path
 
 
 class WithoutShutdownNoise(io.TextIOBase):

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 10.0
+_RETRY_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,6 +38,7 @@ class EmbeddedValkey:
         self._password = password
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._next_try_s = 0.0
 
     @property
     def url(self) -> str:
@@ -68,11 +70,19 @@ class EmbeddedValkey:
         self._wait_until_ready()
 
     def ensure_running(self) -> bool:
-        """Restart the server if it has died, and say whether it had."""
-        if self._process is None or self._process.poll() is None:
+        """Restart the server if it has died, and say whether that was done. What fails is tried again later.
+
+        Clients know the port, so another process that holds it has to end first.
+        """
+        if self._process is None or self._process.poll() is None or time.monotonic() < self._next_try_s:
             return False
         logger.warning("Valkey ended with code %s, starting it again", self._process.returncode)
-        self.start()
+        try:
+            self.start()
+        except (ConfigurationError, OSError) as error:
+            self._next_try_s = time.monotonic() + _RETRY_S
+            logger.error("%s; the service goes on without it, the next try is in %g s", error, _RETRY_S)
+            return False
         return True
 
     def stop(self) -> None:
@@ -113,7 +123,7 @@ class EmbeddedValkey:
             file.write("\n".join(lines) + "\n")
 
     def _end_predecessor(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+        with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(int(self._pid_path.read_text()))
             # The pid may belong to something else by now.
             if str(self._config_path) in process.cmdline() or process.cwd() == str(self._directory):

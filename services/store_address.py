@@ -12,7 +12,11 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from pydantic import Field
 
 from services.config import Section
+from wisp_core.errors import ConfigurationError, StoreUnavailableError
 from wisp_core.store.redis_store import RedisStore
+
+CHECK_TIMEOUT_S = 2.0
+"""What a start waits for the store's answer, at most."""
 
 
 class StoreAddress(Section):
@@ -27,6 +31,19 @@ class StoreAddress(Section):
         """A new client, for the event loop that uses it; ``timeout_s`` in place of the address's own."""
         password = None if self.password_file is None else self.password_file.read_text().strip()
         return RedisStore(self.url, self.service, password=password, timeout_s=timeout_s or self.timeout_s)
+
+    async def check(self) -> None:
+        """Raises ConfigurationError in the store's words, unless it answers, takes writes and runs scripts."""
+        store = self.open(CHECK_TIMEOUT_S)
+        try:
+            await store.ping()
+        except StoreUnavailableError as error:
+            raise ConfigurationError(
+                f"redis.url: {error}. It has to be one server (no cluster) that takes writes and scripts; a password "
+                "goes into the URL. Without redis.url the service runs a Valkey of its own"
+            ) from error
+        finally:
+            await store.close()
 
 
 def without_password(url: str) -> tuple[str, str | None]:

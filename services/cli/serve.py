@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -46,7 +47,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
         with told_progress(lambda line: typer.echo(f"wisp: {line}", err=True)):
             service = stack.enter_context(Service(config))
         stopped = catch_stop_signals()
-        upgrades = Upgrades(service)
+        upgrades = Upgrades(service, partial(load_config, redis_url=redis_url))
         announce(service)
         while not stopped.wait(_TEND_PERIOD_S):
             service.tend()

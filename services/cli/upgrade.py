@@ -9,6 +9,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,9 +64,10 @@ class Upgrades:
     The main thread keeps tending the service meanwhile.
     """
 
-    def __init__(self, service: Service) -> None:
-        """Takes over SIGHUP; call in the main thread."""
+    def __init__(self, service: Service, load: Callable[[Path], ServiceConfig]) -> None:
+        """Takes over SIGHUP; call in the main thread. ``load`` reads a file as the start of ``service`` did."""
         self._service = service
+        self._load = load
         self._is_asked = threading.Event()
         self._thread: threading.Thread | None = None
         signal.signal(signal.SIGHUP, self._on_signal)
@@ -90,7 +92,7 @@ class Upgrades:
             order = json.loads(path.read_text())
             path.unlink()
             typer.echo(f"wisp: upgrading to {order['config']}", err=True)
-            self._service.upgrade(ServiceConfig.load(Path(order["config"])))
+            self._service.upgrade(self._load(Path(order["config"])))
         except (WispError, OSError, ValueError, KeyError) as caught:
             error = str(caught) or type(caught).__name__
         except Exception as caught:

@@ -15,6 +15,7 @@ from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
 from wisp_core.contracts import Isolation
+from wisp_core.errors import ConfigurationError
 
 PASSWORD = "p:w/d@1"
 
@@ -81,6 +82,18 @@ async def test_the_file_s_password_opens_the_store(tmp_path: Path) -> None:
     options = store._connection.client.connection_pool.connection_kwargs
     assert (options["username"], options["password"]) == ("me", PASSWORD)
     await store.close()
+
+
+def test_a_store_that_cannot_be_used_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServiceConfig] = []
+    monkeypatch.setattr("services.app.start_ray", started.append)
+    with (
+        pytest.raises(ConfigurationError, match=r"^redis\.url: Redis at 127\.0\.0\.1:1: ConnectionError: ") as caught,
+        Service(configured(tmp_path, "redis://:p%3Aw%2Fd%401@127.0.0.1:1/0")),
+    ):
+        pass
+    assert PASSWORD not in str(caught.value)
+    assert not started
 
 
 def test_a_dedicated_tenant_s_replicas_are_counted_where_replicas_are(tmp_path: Path) -> None:

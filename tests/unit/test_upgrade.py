@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import yaml
 from ray import serve
 
 from services.app import Service, reason_in
+from services.cli.serve import load_config
+from services.cli.upgrade import Upgrades
 from services.config import ReplicaSettings, ServiceConfig
 from services.ray_cluster import needed_cpus, ray_cpus
 from services.replica.code_version import digest_of, sources
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
+from services.service_file import read_service_file
 from services.store_address import StoreAddress
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
@@ -134,6 +141,33 @@ def test_what_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> 
         service.upgrade(other)
 
 
+@pytest.mark.parametrize("url", [None, "redis://h:6379/0", "redis://:other@h:6379/0", "redis://:secret@i:6379/0"])
+def test_a_refused_upgrade_leaves_the_store_s_password(tmp_path: Path, url: str | None) -> None:
+    service = Service(config(tmp_path, redis={"url": "redis://:secret@h:6379/0"}))
+    with pytest.raises(ConfigurationError, match=r"^redis.*cannot change while"):
+        service.upgrade(config(tmp_path, redis={"url": url}))
+    assert service._store_address.password_file is not None
+    assert service._store_address.password_file.read_text().strip() == "secret"
+
+
+def test_the_redis_of_the_command_line_stays_in_an_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, url = tmp_path / "service.yaml", "redis://:secret@h:6379/0"
+    file.write_text(yaml.safe_dump(config(tmp_path, replica={"count": 3}).model_dump(mode="json", exclude_unset=True)))
+    service, deployed = Service(load_config(file, url)), list[ServiceConfig]()
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
+    monkeypatch.setattr(Service, "_deploy", lambda _, config, *more: deployed.append(config))
+    on_hangup = signal.getsignal(signal.SIGHUP)
+    upgrades = Upgrades(service, partial(load_config, redis_url=url))
+    (tmp_path / "upgrade.json").write_text(json.dumps({"id": "1", "config": str(file)}))
+    signal.raise_signal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, on_hangup)
+    upgrades.look()
+    assert upgrades._thread is not None
+    upgrades._thread.join()
+    assert read_service_file(tmp_path)["upgrade"] == {"id": "1", "error": None}
+    assert [one.redis.url for one in deployed] == ["redis://h:6379/0"]
+
+
 def test_code_that_the_serving_process_runs_itself_takes_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,19 +178,22 @@ def test_code_that_the_serving_process_runs_itself_takes_a_restart(
         service.upgrade(config(tmp_path))
 
 
-def test_if_the_new_parts_do_not_start_the_old_ones_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [EngineUnavailableError("not ready"), RuntimeError("not ready")])
+def test_if_the_new_parts_do_not_start_the_old_ones_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     codes = iter(["old", "new"])
     monkeypatch.setattr("services.app.code_version", lambda: next(codes))
     service, deployed = Service(config(tmp_path)), list[tuple[int, str]]()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
 
-    def deploy(_: Service, config: ServiceConfig, password_file: Path | None, code: str) -> None:
+    def deploy(_: Service, config: ServiceConfig, code: str) -> None:
         deployed.append((config.replica.count, code))
         if config.replica.count == 3:
-            raise EngineUnavailableError("not ready")
+            raise error
 
     monkeypatch.setattr(Service, "_deploy", deploy)
-    with pytest.raises(EngineUnavailableError, match="not ready"):
+    with pytest.raises(type(error), match="not ready"):
         service.upgrade(config(tmp_path, replica={"count": 3}))
     # With the old code's name: what Serve has not replaced yet stays.
     assert deployed == [(3, "new"), (2, "old")]
