@@ -71,7 +71,7 @@ class FairShare:
         """Whether the next step is to measure what one tenant's decode step takes alone: no prompt belongs in it."""
 
     def begin(self, tenant: str, weight: float) -> None:
-        """``tenant`` has turns now; what it used and is owed from lately still counts."""
+        """``tenant`` has a turn more, of this weight; what it used and is owed from lately still counts."""
         self._tenants.setdefault(tenant, _Tenant()).weight = weight
 
     def used_s(self, tenant: str) -> float:

@@ -69,8 +69,7 @@ class FairTurns:
         terms = self._terms[request.request_id] = Terms.of(request)
         self._num_turns[terms.tenant] += 1
         self._num_bounded += terms.kv_share < 1.0
-        if self._num_turns[terms.tenant] == 1:
-            self._share.begin(terms.tenant, terms.weight)
+        self._share.begin(terms.tenant, terms.weight)
 
     def remove(self, request: Any) -> None:
         """A turn ended."""
