@@ -86,6 +86,8 @@ class TenantAdmin:
         usages = {usage.tenant_id: usage for usage in await self._store.list_tenant_usage()}
         rows = []
         for tenant in await self._store.list_tenants():
+            if self._directory.is_dropped(tenant):
+                continue
             usage = usages.get(tenant.tenant_id, TenantUsage(tenant_id=tenant.tenant_id))
             rows.append({**show(tenant), "usage": usage.model_dump(exclude={"tenant_id"})})
         return rows
@@ -93,11 +95,12 @@ class TenantAdmin:
     async def add(self, new: NewTenant) -> dict[str, Any]:
         """A new tenant and its first key, which is shown only now."""
         async with self._lock:
-            if await self._find(new.tenant_id) is not None:
+            stored = await self._find(new.tenant_id)
+            if stored is not None and not self._directory.is_dropped(stored):
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
             key = _new_key()
             tenant = TenantSpec(key_sha256=(_sha256(key),), **{**DEFAULTS, **new.model_dump(exclude_none=True)})
-            if not await self._store.write_tenant(tenant):
+            if not await self._store.write_tenant(tenant, replaces=stored):
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
             await self._directory.refresh()
         return {**show(tenant), "key": key}
@@ -150,7 +153,7 @@ class TenantAdmin:
 
     async def _get(self, tenant_id: str) -> TenantSpec:
         tenant = await self._find(tenant_id)
-        if tenant is None:
+        if tenant is None or self._directory.is_dropped(tenant):
             raise ApiError(404, f"There is no tenant '{tenant_id[:64]}'.", code="tenant_not_found")
         return tenant
 

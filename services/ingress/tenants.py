@@ -90,6 +90,13 @@ class TenantDirectory:
             return None
         return tenant
 
+    def is_dropped(self, tenant: TenantSpec) -> bool:
+        """Whether the service's file once declared a tenant of the store, and does no longer: there is none, then.
+
+        Beside a process from before an upgrade, which declares it still, one may stay in the store for a while.
+        """
+        return tenant.is_from_file and tenant.tenant_id not in self._declared
+
     async def refresh(self, *, unless_younger_than_s: float = 0.0) -> None:
         """Re-read the store; an outage leaves everything as it was."""
         async with self._lock:
@@ -104,9 +111,12 @@ class TenantDirectory:
             self._index(tenants)
 
     async def _read(self) -> list[TenantSpec]:
-        # The store outlives the file: a tenant that the file has dropped must not keep its key.
         stored = {tenant.tenant_id: tenant for tenant in await self._store.list_tenants()}
-        tenants = {name: tenant for name, tenant in stored.items() if not tenant.is_from_file or name in self._declared}
+        tenants = {name: tenant for name, tenant in stored.items() if not self.is_dropped(tenant)}
+        if not self._is_declared:
+            for name in stored.keys() - tenants.keys():
+                if stored[name].at_s < self._service_began_s:
+                    await self._store.delete_tenant(name)
         if self._is_declared and self._declared <= tenants.keys():
             return list(tenants.values())
         for tenant in self._to_write(tenants):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service, declare
 
-from services.ingress.admin import NewTenant, Rotation, TenantAdmin, TenantLimits
+from services.ingress.admin import DEFAULTS, NewTenant, Rotation, TenantAdmin, TenantLimits
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory
 from wisp_core.contracts import Isolation, TenantSpec
@@ -62,6 +62,20 @@ async def test_rotating_ends_the_old_key_or_keeps_it_for_a_while(service: Servic
     assert [await status_with(service, key) for key in (first, second)] == [200, 200]
     third = json.loads((await service.admin(f"{TENANTS}/new/rotate", "POST")).body)["key"]
     assert [await status_with(service, key) for key in (first, second, third)] == [401, 401, 200]
+
+
+async def test_a_name_that_the_file_has_dropped_is_free(service: Service) -> None:
+    # Written again by an ingress from before an upgrade, which declares it still.
+    old = TenantSpec(tenant_id="old", key_sha256=(), is_from_file=True, **DEFAULTS)
+    assert await service.store.write_tenant(old)
+    await service.tenants.refresh()
+    assert '"old"' not in (await service.admin(TENANTS)).body.decode()
+    assert (await service.admin(f"{TENANTS}/old", "PATCH", weight=2.0)).status == 404
+    assert (await service.admin(f"{TENANTS}/old", "DELETE")).status == 404
+    key = json.loads((await service.admin(TENANTS, "POST", tenant_id="old")).body)["key"]
+    assert await status_with(service, key) == 200
+    assert (await service.admin(TENANTS, "POST", tenant_id="old")).status == 409
+    assert (await service.admin(f"{TENANTS}/old", "DELETE")).status == 204
 
 
 async def test_the_file_s_tenants_get_new_keys_in_their_files(tmp_path: Path) -> None:

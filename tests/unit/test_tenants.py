@@ -10,7 +10,7 @@ import pytest
 
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory, bearer_sha256
-from wisp_core.contracts import TenantSpec
+from wisp_core.contracts import TenantSpec, TurnRecord
 from wisp_core.store.memory_store import MemoryStore
 
 
@@ -40,8 +40,11 @@ async def test_a_tenant_that_the_file_has_dropped_is_locked_out() -> None:
     dropped = spec("b", "kb").model_copy(update={"is_from_file": True})
     await TenantDirectory(store, lambda: [spec("a", "ka"), dropped]).refresh()
     await store.write_tenant(spec("c", "kc"))
+    await store.record_turn(TurnRecord(session_key="b/u/s", replica_id="r"))
     after_restart = TenantDirectory(store, lambda: [spec("a", "ka")])
     await after_restart.refresh()
+    assert [one.tenant_id for one in await store.list_tenants()] == ["a", "c"]
+    assert await store.list_tenant_usage() == []
     assert await status_of(after_restart, "Bearer kb") == 401
     assert [await status_of(after_restart, f"Bearer {key}") for key in ("ka", "kc")] == [200, 200]
 
