@@ -158,7 +158,7 @@ async def test_the_first_placement_of_a_session_wins(store: Store) -> None:
     first = placement("r1", 1)
     assert await store.place("t/u/s", None, first) == first
     assert await store.place("t/u/s", None, placement("r2", 1)) == first
-    assert await store.read_placement("t/u/s") == first
+    assert await store.read_placements(["t/u/s"]) == {"t/u/s": first}
 
 
 async def test_a_move_needs_the_current_version(store: Store) -> None:
@@ -178,9 +178,6 @@ async def test_staying_changes_nothing(store: Store) -> None:
 async def test_a_lost_session_takes_any_proposal(store: Store) -> None:
     proposal = placement("r2", 6)
     assert await store.place("t/u/s", 5, proposal) == proposal
-    await store.forget_placement("t/u/s")
-    assert await store.read_placement("t/u/s") is None
-    assert await store.list_placements(5) == []
 
 
 async def test_racing_placements_agree(store: Store) -> None:
@@ -307,7 +304,7 @@ async def test_what_a_server_refuses_is_logged_once_and_in_its_words(valkey, cap
     valkey.client().set(key, "no hash")
     for _ in range(3):
         with pytest.raises(StoreUnavailableError):
-            await store.read_placement("t/user/secret-session")
+            await store.read_placements(["t/user/secret-session"])
         await asyncio.sleep(0.6)
     (line,) = caplog.messages
     assert "WRONGTYPE Operation against a key holding the wrong kind of value" in line

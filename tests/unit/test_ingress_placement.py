@@ -101,7 +101,7 @@ async def test_a_move_by_one_router_is_followed_by_the_other() -> None:
     moved = await home(one, turn())
     assert moved != first
     assert await home(two, turn()) == moved, "although its own snapshots are older"
-    placement = await store.read_placement("t/u/s")
+    placement = (await store.read_placements(["t/u/s"])).get("t/u/s")
     assert placement is not None
     assert (placement.version, placement.replica_id) == (2, moved)
     assert "moves" in placement.reason
@@ -161,7 +161,7 @@ async def test_a_store_that_lost_everything_learns_the_homes_again() -> None:
     first = await home(known, turn())
     known._store = emptied = MemoryStore()
     assert await home(known, turn()) == first
-    placement = await emptied.read_placement("t/u/s")
+    placement = (await emptied.read_placements(["t/u/s"])).get("t/u/s")
     assert placement is not None
     assert placement.replica_id == first
 
@@ -261,7 +261,7 @@ async def test_a_session_stays_where_its_turn_was_told_without_asking_the_store_
     assert await home(one, turn(home=first, home_version=1)) == moved
     # The other one is told of the move by its next turn.
     assert await home(two, turn(home=moved, home_version=2)) == moved
-    placement = await store.read_placement("t/u/s")
+    placement = (await store.read_placements(["t/u/s"])).get("t/u/s")
     assert placement is not None
     assert (placement.replica_id, placement.version) == (moved, 2)
 
@@ -273,6 +273,6 @@ async def test_a_turn_that_was_told_of_a_replica_that_is_gone_is_placed_anew() -
     two.keep_replicas([name for name in REPLICAS if name != first])
     moved = await home(two, turn(home=first, home_version=1))
     assert moved != first
-    placement = await store.read_placement("t/u/s")
+    placement = (await store.read_placements(["t/u/s"])).get("t/u/s")
     assert placement is not None
     assert (placement.replica_id, placement.version) == (moved, 2)

@@ -64,7 +64,7 @@ def test_all_keys_of_a_service_share_one_cluster_slot() -> None:
         keys.session("t/u/s"),
         keys.sessions,
         keys.tenants,
-        keys.tenant_keys,
+        keys.tenant_usage("t"),
         keys.limit("t", "requests"),
         keys.limit("t", "tokens"),
         keys.turns("t"),
@@ -82,9 +82,9 @@ async def test_memory_placements_expire_unless_used() -> None:
     now_s += SESSION_TTL_S - 1
     await store.place("t/u/s", 1, first.model_copy(update={"version": 2}))
     now_s += SESSION_TTL_S - 1
-    assert await store.read_placement("t/u/s") == first
+    assert await store.read_placements(["t/u/s"]) == {"t/u/s": first}
     now_s += 2
-    assert await store.read_placement("t/u/s") is None
+    assert await store.read_placements(["t/u/s"]) == {}
 
 
 async def test_a_switched_off_memory_store_raises() -> None:

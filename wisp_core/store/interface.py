@@ -142,20 +142,12 @@ class SessionStore(Protocol):
         """
         ...
 
-    async def read_placement(self, session_key: str) -> Placement | None:
-        """Where a session lives."""
-        ...
-
     async def read_placements(self, session_keys: Iterable[str]) -> dict[str, Placement]:
         """Where sessions live, of those that are placed."""
         ...
 
     async def list_placements(self, n: int) -> list[Placement]:
         """The ``n`` sessions placed or moved last, newest first."""
-        ...
-
-    async def forget_placement(self, session_key: str) -> None:
-        """Make a session unplaced."""
         ...
 
     async def record_turn(self, turn: TurnRecord) -> None:
@@ -192,10 +184,6 @@ class TenantStore(Protocol):
 
     async def list_tenants(self) -> list[TenantSpec]:
         """Every tenant, ordered by id."""
-        ...
-
-    async def find_tenant_by_key(self, key_sha256: str) -> TenantSpec | None:
-        """The tenant that a key belongs to, by the key's SHA-256 in lower-case hex."""
         ...
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:

@@ -18,7 +18,6 @@ over several keys need behind a proxy of a cluster. The client itself talks to o
 | ``turn-log`` | list of TurnRecord, newest first, ``TURN_LOG_LENGTH`` | ``LOG_TTL_S`` | ingress | trace record |
 | ``sessions`` | zset, SESSION by last turn, ``INDEX_LENGTH`` | none, oldest removed | ingress | status |
 | ``tenants`` | hash, TENANT to TenantSpec | none | start-up, admin | ingress |
-| ``tenant-keys`` | hash, SHA-256 of a key to TENANT | none | start-up, admin | ingress |
 | ``tenant-usage:TENANT`` | hash, counters of TenantUsage | none, ends with the tenant | ingress | ingress |
 | ``limit:TENANT:WHICH`` | string, time when the bucket is full, s | until full | ingress | ingress |
 | ``turns:TENANT`` | zset, turn id by the end of its lease, s | the longest lease | ingress | ingress |
@@ -106,11 +105,6 @@ class Keys:
     def tenants(self) -> str:
         """All tenants."""
         return f"{self.prefix}tenants"
-
-    @property
-    def tenant_keys(self) -> str:
-        """Which tenant a key's SHA-256 belongs to."""
-        return f"{self.prefix}tenant-keys"
 
     def tenant_usage(self, tenant_id: str) -> str:
         """Usage counters of a tenant."""

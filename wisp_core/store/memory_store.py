@@ -148,7 +148,7 @@ class MemoryStore:
 
     async def place(self, session_key: str, expected_version: int | None, placement: c.Placement) -> c.Placement:
         """See Store."""
-        current = await self.read_placement(session_key)
+        current = await self._placement(session_key)
         until_s = self._clock() + k.SESSION_TTL_S
         if current is not None and (current.version != expected_version or current.replica_id == placement.replica_id):
             self._placements[session_key] = (until_s, current)
@@ -159,10 +159,6 @@ class MemoryStore:
             self._placements.popitem(last=False)
         return placement
 
-    async def read_placement(self, session_key: str) -> c.Placement | None:
-        """See Store."""
-        return (await self.read_placements([session_key])).get(session_key)
-
     async def read_placements(self, session_keys: Iterable[str]) -> dict[str, c.Placement]:
         """See Store."""
         await self.ping()
@@ -170,15 +166,13 @@ class MemoryStore:
         found = {key: self._placements[key] for key in session_keys if key in self._placements}
         return {key: placement for key, (until_s, placement) in found.items() if until_s > now_s}
 
+    async def _placement(self, session_key: str) -> c.Placement | None:
+        return (await self.read_placements([session_key])).get(session_key)
+
     async def list_placements(self, n: int) -> list[c.Placement]:
         """See Store."""
         newest = list(reversed(self._placements))[: max(0, n)]
         return list((await self.read_placements(newest)).values())
-
-    async def forget_placement(self, session_key: str) -> None:
-        """See Store."""
-        await self.ping()
-        self._placements.pop(session_key, None)
 
     async def record_turn(self, turn: c.TurnRecord) -> None:
         """See Store."""
@@ -233,11 +227,6 @@ class MemoryStore:
         await self.ping()
         return [self._tenants[tenant_id] for tenant_id in sorted(self._tenants)]
 
-    async def find_tenant_by_key(self, key_sha256: str) -> c.TenantSpec | None:
-        """See Store."""
-        await self.ping()
-        return next((tenant for tenant in self._tenants.values() if key_sha256 in tenant.key_sha256), None)
-
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
         """See Store."""
         await self.ping()
@@ -245,7 +234,7 @@ class MemoryStore:
         for turn_id in [turn_id for turn_id, until_s in turns.items() if until_s <= now_s]:
             del turns[turn_id]
         if turn.turn_id in turns:
-            return Admission(True, placement=await self.read_placement(turn.session_key))
+            return Admission(True, placement=await self._placement(turn.session_key))
         if len(turns) >= turn.max_concurrent_turns:
             return Admission(False, 1.0, Limit.TURNS)
         full_at_s: dict[Limit, float] = {}
@@ -259,7 +248,7 @@ class MemoryStore:
             full_at_s[which] = full_s
         self._full_at_s.update({(turn.tenant_id, which): full_s for which, full_s in full_at_s.items()})
         turns[turn.turn_id] = now_s + turn.lease_s
-        return Admission(True, placement=await self.read_placement(turn.session_key))
+        return Admission(True, placement=await self._placement(turn.session_key))
 
     async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
         """See Store."""

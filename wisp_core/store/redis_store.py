@@ -186,10 +186,6 @@ class RedisStore:
         winner = _parse(c.Placement, await self._connection.run(scripts.PLACE, keys, args))
         return placement if winner is None else winner
 
-    async def read_placement(self, session_key: str) -> c.Placement | None:
-        """See Store."""
-        return (await self.read_placements([session_key])).get(session_key)
-
     async def read_placements(self, session_keys: Iterable[str]) -> dict[str, c.Placement]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
@@ -203,13 +199,6 @@ class RedisStore:
         async with self._connection.guard() as redis:
             session_keys = await redis.zrange(self._keys.placements, 0, n - 1, desc=True) if n > 0 else []
         return list((await self.read_placements(session_keys)).values())
-
-    async def forget_placement(self, session_key: str) -> None:
-        """See Store."""
-        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._keys.placement(session_key))
-            pipe.zrem(self._keys.placements, session_key)
-            await pipe.execute()
 
     async def record_turn(self, turn: c.TurnRecord) -> None:
         """See Store."""
@@ -252,14 +241,15 @@ class RedisStore:
     async def write_tenant(self, tenant: c.TenantSpec, replaces: c.TenantSpec | None = None) -> bool:
         """See Store."""
         expected = "" if replaces is None else repr(replaces.at_s)
-        args = [tenant.tenant_id, expected, tenant.model_dump_json(), *tenant.key_sha256]
-        keys = [self._keys.tenants, self._keys.tenant_keys]
-        return bool(await self._connection.run(scripts.WRITE_TENANT, keys, [*args]))
+        args: list[str | int | float] = [tenant.tenant_id, expected, tenant.model_dump_json()]
+        return bool(await self._connection.run(scripts.WRITE_TENANT, [self._keys.tenants], args))
 
     async def delete_tenant(self, tenant_id: str) -> None:
         """See Store."""
-        keys = [self._keys.tenants, self._keys.tenant_keys, self._keys.tenant_usage(tenant_id)]
-        await self._connection.run(scripts.DELETE_TENANT, keys, [tenant_id])
+        async with self._connection.guard() as redis, redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._keys.tenants, tenant_id)
+            pipe.delete(self._keys.tenant_usage(tenant_id))
+            await pipe.execute()
 
     async def list_tenant_usage(self) -> list[c.TenantUsage]:
         """See Store."""
@@ -276,12 +266,6 @@ class RedisStore:
         async with self._connection.guard() as redis:
             rows: dict[str, str] = await redis.hgetall(self._keys.tenants)
         return _parse_all(c.TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
-
-    async def find_tenant_by_key(self, key_sha256: str) -> c.TenantSpec | None:
-        """See Store."""
-        async with self._connection.guard() as redis:
-            tenant_id = await redis.hget(self._keys.tenant_keys, key_sha256)
-            return None if tenant_id is None else _parse(c.TenantSpec, await redis.hget(self._keys.tenants, tenant_id))
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
         """See Store."""

@@ -145,27 +145,11 @@ WRITE_TENANT = """
 local stored = redis.call('HGET', KEYS[1], ARGV[1])
 if stored and (ARGV[2] == '' or cjson.decode(stored).at_s ~= tonumber(ARGV[2])) then return 0 end
 if not stored and ARGV[2] ~= '' then return 0 end
-for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do
-  if redis.call('HGET', KEYS[2], key) == ARGV[1] then redis.call('HDEL', KEYS[2], key) end
-end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-for i = 4, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], ARGV[1]) end
 return 1
 """
-"""Create or replace a tenant and its keys, unless somebody else has in between.
+"""Create or replace a tenant, unless somebody else has in between.
 
-KEYS: tenants, tenant keys. ARGV: tenant id, ``at_s`` of what is replaced ('' for none), tenant JSON, SHA-256 of each
-key. Returns 1 if stored, 0 if another one, or none, is there.
-"""
-
-DELETE_TENANT = """
-for _, key in ipairs(redis.call('HKEYS', KEYS[2])) do
-  if redis.call('HGET', KEYS[2], key) == ARGV[1] then redis.call('HDEL', KEYS[2], key) end
-end
-redis.call('DEL', KEYS[3])
-return redis.call('HDEL', KEYS[1], ARGV[1])
-"""
-"""Remove a tenant, its keys and its usage.
-
-KEYS: tenants, tenant keys, the tenant's usage. ARGV: tenant id. Returns 1 if there was one.
+KEYS: tenants. ARGV: tenant id, ``at_s`` of what is replaced ('' for none), tenant JSON. Returns 1 if stored, 0 if
+another one, or none, is there.
 """
