@@ -146,10 +146,11 @@ class PoolWatch:
     """
 
     def __init__(self, pids: list[int], growing: str) -> None:
-        files = [path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()]
-        pools = [(os.readlink(path), path) for path in files if os.readlink(path).startswith(MAPPING_PREFIX)]
+        names = {path: os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()}
+        # A mapping holds its file open by a descriptor of its own.
+        pools = {path.stat().st_ino: path for path, name in names.items() if name.startswith(MAPPING_PREFIX)}
         growing = f"{MAPPING_PREFIX}{growing}"
-        self._files = [path for _, path in sorted(pools, key=lambda pool: not pool[0].startswith(growing))]
+        self._files = sorted(pools.values(), key=lambda path: not names[path].startswith(growing))
         self.readings: list[int] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
