@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from services.setting_errors import explain
-from wisp_core.contracts import Barrier, Isolation
+from wisp_core.contracts import Barrier, Isolation, TenantId, TenantLimits
 from wisp_core.errors import ConfigurationError
 
 
@@ -190,26 +190,15 @@ class RoutingSettings(Section):
     refresh_s: float = Field(default=0.25, gt=0, description="How often routers re-read snapshots, seconds.")
 
 
-class TenantSettings(Section):
+class TenantSettings(Section, TenantLimits):
     """A tenant declared in the file; the key itself stays outside, in a file or as its SHA-256."""
 
-    tenant_id: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Lower-case letters, digits, _ and -, at most 63."
-    )
+    tenant_id: TenantId
     key_sha256: str | None = Field(
         default=None, pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key in lower-case hex, never the key."
     )
     key_file: Path | None = Field(
         default=None, description="File that holds the key; created with a new one if absent."
-    )
-    requests_per_minute: int = Field(default=600, gt=0)
-    tokens_per_minute: int = Field(default=200_000, gt=0, description="Prompt plus requested output tokens.")
-    max_concurrent_turns: int = Field(default=64, gt=0)
-    weight: float = Field(
-        default=1.0, gt=0, le=1000, description="Share of a replica's engine time, against other tenants' weights."
-    )
-    kv_share: float = Field(
-        default=1.0, gt=0, le=1, description="Largest part of a replica's KV and batch that its running turns may hold."
     )
     isolation: Isolation = Field(
         default=Isolation.SHARED,

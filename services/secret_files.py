@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServiceConfig, TenantSettings
-from wisp_core.contracts import TenantSpec
+from wisp_core.contracts import TenantLimits, TenantSpec
 from wisp_core.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -102,13 +102,9 @@ def tenant_spec(tenant: TenantSettings) -> TenantSpec:
     return TenantSpec(
         tenant_id=tenant.tenant_id,
         key_sha256=(key_sha256,),
-        requests_per_minute=tenant.requests_per_minute,
-        tokens_per_minute=tenant.tokens_per_minute,
-        max_concurrent_turns=tenant.max_concurrent_turns,
-        weight=tenant.weight,
-        kv_share=tenant.kv_share,
         isolation=tenant.isolation,
         is_from_file=True,
+        **tenant.model_dump(include=set(TenantLimits.model_fields)),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -342,13 +342,17 @@ class Isolation(StrEnum):
     DEDICATED = "dedicated"
 
 
-class TenantSpec(Contract):
-    """A tenant and its limits; keys are stored as SHA-256 only."""
+TenantId = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Lower-case letters, digits, _ and -, at most 63."),
+]
 
-    tenant_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
-    key_sha256: tuple[str, ...]
-    requests_per_minute: int = Field(gt=0)
-    tokens_per_minute: int = Field(gt=0)
+
+class TenantLimits(Value):
+    """What a tenant may use."""
+
+    requests_per_minute: int = Field(default=600, gt=0)
+    tokens_per_minute: int = Field(default=200_000, gt=0, description="Prompt plus requested output tokens.")
     max_concurrent_turns: int = Field(default=64, gt=0)
     weight: float = Field(
         default=1.0, gt=0, le=1000, description="Share of a replica's engine time, against other tenants' weights."
@@ -356,6 +360,13 @@ class TenantSpec(Contract):
     kv_share: float = Field(
         default=1.0, gt=0, le=1, description="Largest part of a replica's KV and batch that its running turns may hold."
     )
+
+
+class TenantSpec(Contract, TenantLimits):
+    """A tenant and its limits; keys are stored as SHA-256 only."""
+
+    tenant_id: TenantId
+    key_sha256: tuple[str, ...]
     isolation: Isolation = Field(
         default=Isolation.SHARED, description="Dedicated: replicas, and so expert caches, of its own."
     )

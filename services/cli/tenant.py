@@ -17,9 +17,9 @@ app = typer.Typer(no_args_is_help=True, help="Tenants of a running service. Chan
 
 StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
 Name = Annotated[str, typer.Argument(help="The tenant's id.")]
-Requests = Annotated[int | None, typer.Option(min=1, help="Requests per minute.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Prompt plus requested output tokens per minute.")]
-Turns = Annotated[int | None, typer.Option(min=1, help="Turns at once.")]
+Requests = Annotated[int | None, typer.Option(help="Requests per minute.")]
+Tokens = Annotated[int | None, typer.Option(help="Prompt plus requested output tokens per minute.")]
+Turns = Annotated[int | None, typer.Option(help="Turns at once.")]
 Weight = Annotated[float | None, typer.Option(help="Share of engine time against other tenants' weights.")]
 KvShare = Annotated[float | None, typer.Option(help="Largest part of a replica's KV and batch, up to 1.")]
 
@@ -35,7 +35,13 @@ def add(
     state_dir: StateDir = Path(".wisp"),
 ) -> None:
     """Add a tenant and print its key, once."""
-    limits = _limits(requests_per_minute, tokens_per_minute, max_concurrent_turns, weight, kv_share)
+    limits = _given(
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrent_turns=max_concurrent_turns,
+        weight=weight,
+        kv_share=kv_share,
+    )
     typer.echo(_call(state_dir, "POST", "", {"tenant_id": name, **limits})["key"])
 
 
@@ -84,7 +90,13 @@ def limit(
     state_dir: StateDir = Path(".wisp"),
 ) -> None:
     """Set limits; what is left out stays. For a tenant of the service's file: until the service starts again."""
-    limits = _limits(requests_per_minute, tokens_per_minute, max_concurrent_turns, weight, kv_share)
+    limits = _given(
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrent_turns=max_concurrent_turns,
+        weight=weight,
+        kv_share=kv_share,
+    )
     if not limits:
         raise ConfigurationError("give at least one limit, such as --weight 2")
     _call(state_dir, "PATCH", f"/{quote(name, safe='')}", limits)
@@ -96,21 +108,8 @@ def rm(name: Name, state_dir: StateDir = Path(".wisp")) -> None:
     _call(state_dir, "DELETE", f"/{quote(name, safe='')}")
 
 
-def _limits(
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    max_concurrent_turns: int | None,
-    weight: float | None,
-    kv_share: float | None,
-) -> dict[str, Any]:
-    given = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "max_concurrent_turns": max_concurrent_turns,
-        "weight": weight,
-        "kv_share": kv_share,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def _given(**limits: float | None) -> dict[str, Any]:
+    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _call(state_dir: Path, method: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -8,15 +8,15 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from services.ingress.errors import ApiError, bad_request
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import replace_secret
 from services.setting_errors import what_is_wrong
-from wisp_core.contracts import TenantSpec, TenantUsage
+from wisp_core.contracts import TenantId, TenantLimits, TenantSpec, TenantUsage, Value
 from wisp_core.errors import ConfigurationError
 from wisp_core.store.interface import TenantStore
 
@@ -26,39 +26,22 @@ MAX_TRIES = 20
 """Of a change that others are faster with, each time."""
 
 
-class TenantLimits(BaseModel):
-    """What an operator may set; what is left out stays as it is, or gets its default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    requests_per_minute: Annotated[int, Field(gt=0)] | None = None
-    tokens_per_minute: Annotated[int, Field(gt=0)] | None = None
-    max_concurrent_turns: Annotated[int, Field(gt=0)] | None = None
-    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
-    kv_share: Annotated[float, Field(gt=0, le=1)] | None = None
-
-
 class NewTenant(TenantLimits):
     """A tenant to add."""
 
-    tenant_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+    tenant_id: TenantId
 
 
-class Rotation(BaseModel):
+class Rotation(Value):
     """How to change a tenant's key."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     keep_old: bool = False
-
-
-DEFAULTS = {"requests_per_minute": 600, "tokens_per_minute": 200_000}
 
 
 def parse(model: type[BaseModel], raw: bytes) -> Any:
     """The body of an admin request. Raises ApiError (400)."""
     try:
-        return model.model_validate_json(raw or b"{}")
+        return model.model_validate_json(raw or b"{}", strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = ".".join(str(part) for part in first["loc"])[:64]
@@ -99,16 +82,16 @@ class TenantAdmin:
             if stored is not None and not self._directory.is_dropped(stored):
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
             key = _new_key()
-            tenant = TenantSpec(key_sha256=(_sha256(key),), **{**DEFAULTS, **new.model_dump(exclude_none=True)})
+            tenant = TenantSpec(key_sha256=(_sha256(key),), **new.model_dump())
             if not await self._store.write_tenant(tenant, replaces=stored):
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
             await self._directory.refresh()
         return {**show(tenant), "key": key}
 
     async def limit(self, tenant_id: str, limits: TenantLimits) -> dict[str, Any]:
-        """Other limits; of a tenant that the file declares until the service starts again."""
+        """Other limits, where they are given; of a tenant that the file declares until the service starts again."""
         async with self._lock:
-            return show(await self._change(tenant_id, lambda _: limits.model_dump(exclude_none=True)))
+            return show(await self._change(tenant_id, lambda _: limits.model_dump(exclude_unset=True)))
 
     async def rotate(self, tenant_id: str, rotation: Rotation) -> dict[str, Any]:
         """A new key. The old ones end, or with ``keep_old`` go on until the next rotation without it."""

@@ -10,10 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from services.config import HttpSettings
-from services.ingress.admin import NewTenant, Rotation, TenantAdmin, TenantLimits, parse
+from services.ingress.admin import NewTenant, Rotation, TenantAdmin, parse
 from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
 from services.ingress.errors import bad_request, invalid_key
+from wisp_core.contracts import TenantLimits
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.ingress.admin import NewTenant, Rotation, TenantLimits
+from services.ingress.admin import NewTenant, Rotation
 from services.ingress.chat_fields import ChatFields, CompletionFields
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
+from wisp_core.contracts import TenantLimits
 
 _ERRORS = {
     "400": "The request has to be changed.",

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service, declare
 
-from services.ingress.admin import DEFAULTS, NewTenant, Rotation, TenantAdmin, TenantLimits
+from services.ingress.admin import NewTenant, Rotation, TenantAdmin
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory
-from wisp_core.contracts import Isolation, TenantSpec
+from wisp_core.contracts import Isolation, TenantLimits, TenantSpec
 from wisp_core.store.memory_store import MemoryStore
 
 TENANTS = "/wisp/tenants"
@@ -66,7 +66,7 @@ async def test_rotating_ends_the_old_key_or_keeps_it_for_a_while(service: Servic
 
 async def test_a_name_that_the_file_has_dropped_is_free(service: Service) -> None:
     # Written again by an ingress from before an upgrade, which declares it still.
-    old = TenantSpec(tenant_id="old", key_sha256=(), is_from_file=True, **DEFAULTS)
+    old = TenantSpec(tenant_id="old", key_sha256=(), is_from_file=True)
     assert await service.store.write_tenant(old)
     await service.tenants.refresh()
     assert '"old"' not in (await service.admin(TENANTS)).body.decode()
