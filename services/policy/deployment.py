@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from ray import serve
 
+from services.background import BackgroundTasks
 from services.config import PolicySettings, ServiceConfig
 from services.policy.loop import PolicyLoop
 from services.policy.metrics import PolicyMetrics
@@ -33,7 +33,7 @@ class PolicyService:
         self._metrics = PolicyMetrics()
         self._store: Store | None = None
         self._runner: PolicyRunner | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: BackgroundTasks | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Run the policy of ``user_config``, the fields of PolicySettings, from now on.
@@ -54,13 +54,12 @@ class PolicyService:
             stale_after_s=self._stale_after_s,
             barrier=self._barrier,
         )
-        self._task = asyncio.create_task(loop.run(), name="wisp-policy-loop")
+        self._tasks = BackgroundTasks(policy=loop.run())
 
     async def check_health(self) -> None:
         """Raises what ended the loop, so that Serve replaces this replica."""
-        if self._task is not None and self._task.done():
-            error = None if self._task.cancelled() else self._task.exception()
-            raise RuntimeError("the policy loop has ended") from error
+        if self._tasks is not None:
+            self._tasks.check()
 
     async def scrape(self) -> str:
         """The service's metrics in Prometheus text format."""
@@ -72,10 +71,9 @@ class PolicyService:
         self._metrics.close()
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._task = None
+        if self._tasks is not None:
+            await self._tasks.stop()
+            self._tasks = None
         if self._runner is not None:
             await self._runner.close()
             self._runner = None
