@@ -1,6 +1,7 @@
-"""The fields of OpenAI's API that a client may set. Everything else is refused, at every level.
+"""The fields of OpenAI's API that a client may set, and three of vLLM's. Everything else is refused, at every level.
 
-What vLLM takes beyond them (priority, cache salt, transfer parameters, chat template, ...) has no field here.
+Of what vLLM takes beyond OpenAI's API there are ``top_k``, ``min_p`` and, in ``chat_template_kwargs``,
+``enable_thinking``; priority, cache salt, transfer parameters, chat templates and the like have no field here.
 """
 
 from __future__ import annotations
@@ -151,12 +152,20 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
+class TemplateArguments(Fields):
+    """The one argument of a chat template that is a client's to give: Qwen3's and others' switch."""
+
+    enable_thinking: bool
+
+
 class CommonFields(Fields):
     """Fields of both endpoints."""
 
     model: Annotated[str, Field(max_length=512)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="vLLM's; 0 or -1: every token.")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, description="vLLM's; least share of the likeliest's.")] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stop | None = None
     stream: bool = False
@@ -180,6 +189,7 @@ class ChatFields(CommonFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: Annotated[list[Annotated[str, Field(max_length=16)]], Field(min_length=1, max_length=4)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None

@@ -152,6 +152,13 @@ def test_a_field_that_is_not_allowed_is_400(client: openai.OpenAI, field: str) -
     assert caught.value.param == field
 
 
+def test_vllm_s_own_sampling_fields_reach_the_engine(client: openai.OpenAI) -> None:
+    greedy = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=8, temperature=0)
+    for own in ({"top_k": 1}, {"min_p": 1.0, "chat_template_kwargs": {"enable_thinking": False}}):
+        one = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=8, temperature=1, extra_body=own)
+        assert one.choices[0].message.content == greedy.choices[0].message.content
+
+
 @pytest.mark.parametrize("bad", [{"temperature": 9}, {"max_tokens": -1}, {"top_logprobs": 99, "logprobs": True}])
 def test_bad_values_are_400_and_name_the_field(client: openai.OpenAI, bad: dict[str, object]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -31,7 +31,7 @@ def refusal(**fields: Any) -> dict[str, Any]:
     return caught.value.error
 
 
-def test_openai_s_fields_pass_unchanged() -> None:
+def test_openai_s_fields_and_three_of_vllm_s_pass_unchanged() -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -47,6 +47,9 @@ def test_openai_s_fields_pass_unchanged() -> None:
         "parallel_tool_calls": False,
         "user": "ann",
         "reasoning_effort": "low",
+        "top_k": 20,
+        "min_p": 0.05,
+        "chat_template_kwargs": {"enable_thinking": False},
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": [1, {}]}}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
@@ -64,8 +67,7 @@ def test_openai_s_fields_pass_unchanged() -> None:
         "vllm_xargs",
         "kv_transfer_params",
         "chat_template",
-        "chat_template_kwargs",
-        "top_k",
+        "repetition_penalty",
         "ignore_eos",
         "prompt_logprobs",
         "structured_outputs",
@@ -84,7 +86,30 @@ def test_every_other_field_is_refused_by_name(name: str) -> None:
     assert refusal(**{name: None})["param"] == name
 
 
-def test_nothing_that_vllm_adds_to_openai_s_fields_passes() -> None:
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 1 << 31}, "top_k", "less than"),
+        ({"top_k": "5"}, "top_k", "integer"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking", "boolean"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs.enable_thinking", "Missing"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "Invalid value"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs.chat_template",
+            "Unknown parameter",
+        ),
+    ],
+)
+def test_vllm_s_own_fields_are_bounded(fields: dict[str, Any], param: str, says: str) -> None:
+    error = refusal(**fields)
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def test_nothing_else_that_vllm_adds_to_openai_s_fields_passes() -> None:
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     allowed = 0
     for name in protocol.ChatCompletionRequest.model_fields:
@@ -94,7 +119,7 @@ def test_nothing_that_vllm_adds_to_openai_s_fields_passes() -> None:
             allowed += error.error["code"] not in ("unknown_parameter", "unsupported_parameter")
         else:
             allowed += 1
-    assert allowed <= 22, "model, messages and the fields of the test above"
+    assert allowed <= 25, "model, messages and the fields of the test above"
 
 
 @pytest.mark.parametrize(
