@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
 
 
 class SlowClientError(Exception):
@@ -51,5 +50,4 @@ async def buffered(source: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerat
                 news.set()
     finally:
         reader.cancel()
-        with suppress(BaseException):
-            await reader
+        await asyncio.gather(reader, return_exceptions=True)

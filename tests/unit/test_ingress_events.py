@@ -168,3 +168,20 @@ def test_pages_merge_by_family_with_a_replica_on_every_series() -> None:
     assert any('le="0.5"' in line and line.endswith(" 1.0") for line in series)
     turns = [i for i, line in enumerate(lines) if line.startswith("wisp_turns_total")]
     assert turns == list(range(turns[0], turns[0] + 3)), "a family's lines stand together"
+
+
+async def test_whoever_closes_a_buffer_can_be_cancelled_while_its_source_ends() -> None:
+    async def source() -> AsyncIterator[bytes]:
+        try:
+            yield b"x"
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+
+    pieces = buffered(source(), 1000)
+    await anext(pieces)
+    closing = asyncio.create_task(pieces.aclose())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing

@@ -20,7 +20,6 @@ from wisp_core.contracts import ReplicaSnapshot, ResizeOutcome, Signature, Split
 from wisp_core.engine.arguments import paged_engine_args
 from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
-from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.openai_app import openai_app, serve_args
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
@@ -267,6 +266,3 @@ def _wait_gone(processes: list[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)
-
-
-__all__ = ["AsgiApp", "OfflineEngine", "WispEngine"]
