@@ -107,6 +107,9 @@ def test_steps_counts_and_curve_equal_the_reference() -> None:
     assert counts.missed_bytes == counts.misses * paged.pager.expert_bytes
     expected = sum(table.misses_by_cap() for table in paged.tables) / 20
     assert paged.pager.decode_misses_by_cap() == pytest.approx(expected.tolist())
+    union = paged.pager.decode_union_by_batch()  # of one row and of two, where a mean step has more than one
+    assert union[:2] == (0.0, TOP_K)
+    assert TOP_K < union[2] < 2 * TOP_K
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no stream to wait for")

@@ -21,10 +21,11 @@ from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.pinned_memory import EmptyInPinnedMemory, PinnedMemory
 
 
-def sums(steps: int, distances: list[int], prefills: int = 0, distinct: int = 0) -> Sums:
+def sums(steps: int, distances: list[int], prefills: int = 0, distinct: int = 0, rows: int = 0, union: int = 0) -> Sums:
     """Of two layers, each with these."""
     counts = np.zeros((2, len(Path), len(StepCounts.__slots__)), np.int64)
-    counts[:, Path.DECODE, 0] = steps
+    counts[:, Path.DECODE, :2] = steps, rows
+    counts[:, Path.DECODE, StepCounts.__slots__.index("distinct")] = union
     counts[:, Path.STREAMED, 0] = prefills
     counts[:, Path.STREAMED, StepCounts.__slots__.index("distinct")] = distinct
     return Sums(counts, np.array([distances, distances]))
@@ -41,6 +42,23 @@ def test_recent_steps_are_exact_at_first_and_age_by_time() -> None:
     old = math.exp(-1)
     assert recent.decode_misses_by_cap()[0] == pytest.approx((old * 80 + 40) / (old * 10 + 10))
     assert recent.prefill_distinct() == pytest.approx((old * 16 + 8) / (old * 4 + 4))
+
+
+def test_the_union_of_recent_steps_forgets_those_of_long_ago() -> None:
+    recent = RecentSteps(2, memory_s=10.0)
+    assert recent.decode_union_by_batch(num_layers=2, top_k=4) == ()
+    recent.update(sums(100, [0, 0, 0], rows=400, union=1600), 0.0)  # four rows, sixteen experts: nothing in common
+    assert recent.decode_union_by_batch(num_layers=2, top_k=4) == pytest.approx((0, 4, 8, 12, 16))
+    recent.update(sums(200, [0, 0, 0], rows=800, union=2400), 100.0)  # now eight: growth with the root of the batch
+    assert recent.decode_union_by_batch(num_layers=2, top_k=4)[1:] == pytest.approx(
+        [4 * b**0.5 for b in (1, 2, 3, 4)], rel=1e-3
+    )
+
+
+def test_single_rows_tell_nothing_of_a_union() -> None:
+    recent = RecentSteps(2, memory_s=10.0)
+    recent.update(sums(10, [0, 0, 0], rows=10, union=40), 0.0)
+    assert recent.decode_union_by_batch(num_layers=2, top_k=4) == ()
 
 
 def test_recent_steps_start_anew_after_a_reset() -> None:

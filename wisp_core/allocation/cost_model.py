@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wisp_core.contracts import CostFit, MemoryLayout, PagerCounts, ReplicaSnapshot, ReuseBin, Split
+from wisp_core.working_set.union_power import power_union
 
 _ROOM = 1.15
 """A step's union fits a cap of so many times its size: below, experts of this step push out those of the next."""
@@ -335,13 +336,14 @@ def _union_by_batch(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
     if len(snapshot.decode_union_by_batch) > 1:
         return snapshot.decode_union_by_batch
     decode, layout = snapshot.decode, snapshot.layout
-    if decode.steps == 0 or decode.tokens <= decode.steps or decode.distinct == 0:
+    if decode.steps == 0:
         return ()
-    batch = decode.tokens / decode.steps
-    union = decode.distinct / (decode.steps * layout.num_layers)
-    growth = min(1.0, max(0.0, math.log(union / layout.top_k) / math.log(batch)))
-    sizes = (layout.top_k * rows**growth for rows in range(1, layout.max_num_seqs + 1))
-    return (0.0, *sizes)
+    return power_union(
+        batch=decode.tokens / decode.steps,
+        union=decode.distinct / (decode.steps * layout.num_layers),
+        top_k=layout.top_k,
+        rows=layout.max_num_seqs,
+    )
 
 
 def _pass_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:

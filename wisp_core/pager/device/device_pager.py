@@ -319,8 +319,8 @@ class DevicePager(PagedLayers[_Layer]):
         return tuple(distinct * (1 - cap / self.num_experts) for cap in range(self.num_experts + 1)) if distinct else ()
 
     def decode_union_by_batch(self) -> tuple[float, ...]:
-        """Empty: the device adds up distinct experts over all batches."""
-        return ()
+        """Index b: distinct experts of one layer that b decode rows need together; measured at the mean batch alone."""
+        return self._recent_steps().decode_union_by_batch(num_layers=self.num_layers, top_k=self.top_k)
 
     def _recent_steps(self) -> RecentSteps:
         self._recent.update(self._sums.read(), time.monotonic())

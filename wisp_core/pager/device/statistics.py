@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.state import DeviceState, Path
 from wisp_core.working_set.forgetting import Forgetting
+from wisp_core.working_set.union_power import power_union
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,14 @@ class RecentSteps:
 
     def __init__(self, num_experts: int, memory_s: float) -> None:
         self._memory = Forgetting(memory_s)
-        self._seen = np.zeros(num_experts + 4, np.int64)
-        self._recent = np.zeros(num_experts + 4)
+        self._seen = np.zeros(num_experts + 6, np.int64)
+        self._recent = np.zeros(num_experts + 6)
 
     def update(self, sums: Sums, now_s: float) -> None:
         """Take in the steps since the last call; sums that went back (a reset) start anew."""
         decode, prefill = sums.total(Path.DECODE), sums.total(Path.STREAMED)
-        now = np.array([decode.steps, prefill.steps, prefill.distinct, *sums.distances.sum(axis=0)])
+        counts = (decode.steps, decode.rows, decode.distinct, prefill.steps, prefill.distinct)
+        now = np.array([*counts, *sums.distances.sum(axis=0)])
         if (now < self._seen).any():
             self._seen[:], self._recent[:] = 0, 0.0
         self._recent = self._recent * self._memory.keep(now_s) + (now - self._seen)
@@ -100,10 +103,18 @@ class RecentSteps:
 
     def decode_misses_by_cap(self) -> tuple[float, ...]:
         """Index C: experts that a step copies at cap C, over all layers; empty before any step; length E + 1."""
-        steps, distances = self._recent[0], self._recent[3:]
+        steps, distances = self._recent[0], self._recent[5:]
         return tuple((np.cumsum(distances[::-1])[::-1] / steps).tolist()) if steps > 0 else ()
 
     def prefill_distinct(self) -> float:
         """Experts that a prefill needs, over all layers; 0 before any."""
-        _, steps, distinct = self._recent[:3]
+        steps, distinct = self._recent[3:5]
         return float(distinct / steps) if steps > 0 else 0.0
+
+    def decode_union_by_batch(self, *, num_layers: int, top_k: int) -> tuple[float, ...]:
+        """Index b: distinct experts of one layer that b rows need, up to a mean step's rows; empty where unknown."""
+        steps, rows, distinct = self._recent[:3].tolist()
+        if steps <= 0:
+            return ()
+        batch = rows / steps
+        return power_union(batch=batch, union=distinct / (steps * num_layers), top_k=top_k, rows=ceil(batch))
