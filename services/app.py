@@ -21,10 +21,11 @@ from ray import serve
 from services.config import ServiceConfig
 from services.embedded_valkey import EmbeddedValkey
 from services.ingress.app import build_ingress
+from services.ingress.listener import Listener
 from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
-from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray
+from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray, this_host
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -52,6 +53,8 @@ class Service:
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
         self._code, self._driver_code = code_version(), driver_code()
+        self._listener: Listener | None = None
+        self._host: str | None = None
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
@@ -91,6 +94,9 @@ class Service:
                 ray.shutdown()
         if self.valkey is not None:
             self.valkey.stop()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def broadcast(self, method: str, timeout_s: float = 10.0) -> list[Any]:
         """What every replica answers to ``method``, in no order."""
@@ -147,24 +153,26 @@ class Service:
         )
 
     def _start(self) -> None:
+        self._listener = Listener(self.config.http)
         if self.config.redis.url is None:
             self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
             self.valkey.start()
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
         start_ray(self.config)
+        self._host = this_host()
         self._run_all()
         self.publish()
 
     def _run_all(self) -> None:
         self.run_policy()
-        _run(self._application(), self.config.name, route_prefix="/")
+        _run(self._application(), self.config.name)
         self._wait_ready()
 
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._store_address)
-        _run(policy, self.policy_app, route_prefix=None)
+        _run(policy, self.policy_app)
 
     @property
     def policy_app(self) -> str:
@@ -178,6 +186,8 @@ class Service:
             self._store_address,
             self._replicas(),
             {one.tenant_id: self._replicas(f"Replica-{one.tenant_id}", one.dedicated_replicas) for one in dedicated},
+            listener="" if self._listener is None else self._listener.path,
+            host=self._host,
             policy_app=self.policy_app,
             service_began_s=self._began_s,
             service_started_s=self._started_s,
@@ -227,10 +237,10 @@ class Service:
         self._is_published = True
 
 
-def _run(application: serve.Application, name: str, route_prefix: str | None) -> None:
+def _run(application: serve.Application, name: str) -> None:
     """Deploy one application. Raises ConfigurationError with what its parts say."""
     try:
-        serve.run(application, name=name, route_prefix=route_prefix, logging_config=LOGGING)
+        serve.run(application, name=name, route_prefix=None, logging_config=LOGGING)  # The ingress listens by itself.
     except RuntimeError as error:
         # Serve says only which deployment failed; why is in its status.
         deployments = serve.status().applications[name].deployments

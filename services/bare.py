@@ -1,21 +1,26 @@
-"""An application of nothing but Serve: an ingress that streams from one replica by handle, as a turn does, set as ours.
+"""An application of nothing but Serve: behind its HTTP proxy an ingress that streams from one replica by handle.
 
-``wisp bench overhead`` measures it, and the same answer without Serve, to tell what Serve takes by itself.
+``wisp bench overhead`` measures it, and the same answer without Serve, to tell what Serve takes by itself. The ingress
+has the settings of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+import ray
 from fastapi import FastAPI, Request, Response
 from ray import serve
 
 from services.environment import ingress_environment
 from services.ingress.replicas import by_message
+from services.ray_cluster import LOGGING
 
-ROUTE = "/bare"
 _NAME = "bare"
+_HOST = "127.0.0.1"
 
 
 class Echo:
@@ -56,12 +61,30 @@ def echo_app() -> FastAPI:
     return app
 
 
-def start() -> None:
-    """Add the application to the Serve instance that runs."""
+@contextlib.contextmanager
+def running(port: int) -> Iterator[str]:
+    """The application on a Ray of its own; gives its URL."""
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    try:
+        serve.start(http_options={"host": _HOST, "port": port}, logging_config=LOGGING)
+        _deploy()
+        yield f"http://{_HOST}:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _deploy() -> None:
     echo = serve.deployment(Echo, name="Echo", max_ongoing_requests=64, ray_actor_options={"num_cpus": 0.1})
     ingress = serve.deployment(
         BareIngress,
         name="BareIngress",
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ingress_environment()}},
     )
-    serve.run(ingress.bind(echo.bind()), name=_NAME, route_prefix=ROUTE)
+    serve.run(ingress.bind(echo.bind()), name=_NAME, logging_config=LOGGING)

@@ -14,7 +14,6 @@ _RAY = {
     # Ray would hide the GPUs of a process that asks for none, and warns that it does.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.ingress.proxy:middlewares"}
 _MESSAGES = {
     # An ingress and a replica speak by gRPC, whose default of 4 MiB is less than an answer with log-probabilities has.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
@@ -53,7 +52,7 @@ def prepare_driver() -> None:
     own, which Ray finds.
     """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if joined_cluster() is None else {}
-    for name, value in (_RAY | _PROXY | token).items():
+    for name, value in (_RAY | token).items():
         os.environ.setdefault(name, value)
 
 
@@ -65,7 +64,7 @@ def joined_cluster() -> str | None:
 
 def serve_environment() -> dict[str, str]:
     """Variables of Serve's own processes on a cluster that is joined; on one of its own they inherit the driver's."""
-    return _with_defaults(_RAY | _PROXY | _MESSAGES)
+    return _with_defaults(_RAY | _MESSAGES)
 
 
 def engine_environment(*, is_cpu: bool, is_local_model: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -6,11 +6,10 @@ import contextlib
 import fcntl
 import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
+from services.config import ModelSettings, PolicySettings, ServiceConfig
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from services.preflight_engine import check_engine
 from wisp_core.errors import ConfigurationError
@@ -23,7 +22,6 @@ def checked_start(config: ServiceConfig) -> Iterator[None]:
     """Check ``config`` against this machine and own its state directory until exit. Raises ConfigurationError."""
     check_settings(config)
     with own_state_dir(config.state_dir):
-        check_port(config.http)
         yield
 
 
@@ -58,23 +56,6 @@ def own_state_dir(state_dir: Path) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
-
-
-def check_port(http: HttpSettings) -> None:
-    """Raises ConfigurationError when nothing can listen at ``http``."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As the server itself does: connections that linger from an earlier run are no obstacle.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigurationError(
-            f"http.host {http.host}, http.port {http.port}: {error.strerror}; give a free port and an address of "
-            "this machine"
-        ) from error
 
 
 def check_policy(policy: PolicySettings) -> None:

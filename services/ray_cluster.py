@@ -41,7 +41,7 @@ def start_ray(config: ServiceConfig) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
     refuse_too_many_replicas(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(http_options={"host": config.http.host, "port": config.http.port}, logging_config=LOGGING)
+    serve.start(proxy_location="Disabled", logging_config=LOGGING)
 
 
 def _join(address: str, config: ServiceConfig) -> None:
@@ -61,7 +61,7 @@ def _join(address: str, config: ServiceConfig) -> None:
     else:
         ray.shutdown()  # Serve there is somebody else's: it must not be stopped with this service.
         raise ConfigurationError(
-            f"RAY_ADDRESS {address}: Serve runs there already, with a proxy and settings of its own; stop it "
+            f"RAY_ADDRESS {address}: Serve runs there already, with settings of its own; stop it "
             "(serve shutdown) or take a cluster for each service"
         )
     hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -70,6 +70,13 @@ def _join(address: str, config: ServiceConfig) -> None:
             f"redis.url: the {len(hosts)} hosts of the Ray cluster at {address} cannot reach an embedded Valkey on "
             "loopback; give the URL of a Redis that they reach"
         )
+
+
+def this_host() -> str:
+    """Ray's resource that this host has and no other."""
+    node_id = ray.get_runtime_context().get_node_id()
+    (address,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return f"node:{address}"
 
 
 def refuse_too_many_replicas(config: ServiceConfig) -> None:

@@ -48,7 +48,7 @@ class OverheadConfig:
 
 
 def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None]) -> list[Row]:
-    """Rows of latencies: ``direct``, ``service``, and ``serve``, a service of Serve's parts alone.
+    """Rows of latencies: ``direct``, ``service``, and ``serve``, an application of Serve's parts alone.
 
     ``echo`` is the last one's answer without Serve: like ``direct`` by plain HTTP, from a server in this process.
     """
@@ -59,8 +59,10 @@ def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None])
     rows = asyncio.run(_direct(config, of_service))
     say("through the service")
     with checked_start(of_service), Service(of_service) as service:
-        bare.start()
         rows += asyncio.run(_through(config, service))
+    say("through nothing but Serve")
+    with bare.running(free_port()) as url:
+        rows += asyncio.run(_through_serve(config, url))
     return rows
 
 
@@ -100,11 +102,7 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
     finally:
         await engine.shutdown()
     async with _listening(bare.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
-
-        async def ask() -> None:
-            (await client.post("/", json=_BODY)).raise_for_status()
-
-        return [*rows, *await _timed(config.requests, {"echo": ask})]
+        return [*rows, *await _timed(config.requests, {"echo": lambda: _ask(client)})]
 
 
 @asynccontextmanager
@@ -125,16 +123,17 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
     key_file = service.config.tenants[0].key_file
     assert key_file is not None, "the bench writes its own tenant"
     headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
-    async with (
-        httpx.AsyncClient(base_url=service.url, headers=headers, timeout=30) as client,
-        httpx.AsyncClient(base_url=service.url, timeout=30) as plain,
-    ):
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=30) as client:
+        return await _timed(config.requests, _turns(client, "service"))
 
-        async def ask(method: str, path: str) -> None:
-            (await plain.request(method, path, json=_BODY)).raise_for_status()
 
-        of_serve = {"serve": lambda: ask("POST", f"{bare.ROUTE}/"), "serve_http": lambda: ask("GET", "/healthz")}
-        return await _timed(config.requests, _turns(client, "service") | of_serve)
+async def _through_serve(config: OverheadConfig, url: str) -> list[Row]:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return await _timed(config.requests, {"serve": lambda: _ask(client)})
+
+
+async def _ask(client: httpx.AsyncClient) -> None:
+    (await client.post("/", json=_BODY)).raise_for_status()
 
 
 def _turns(client: httpx.AsyncClient, path: str) -> dict[str, Call]:

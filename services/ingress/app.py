@@ -1,4 +1,4 @@
-"""The ingress as a Ray Serve deployment: HTTP in, replicas by handle."""
+"""The ingress as a Ray Serve deployment: HTTP in, on the public port itself, replicas by handle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -18,8 +17,10 @@ from services.ingress.cluster import Cluster
 from services.ingress.gateway import Gateway
 from services.ingress.http import build_app
 from services.ingress.limits import TurnLimiter
+from services.ingress.listener import take_listener
 from services.ingress.metrics import IngressMetrics
 from services.ingress.replicas import ReplicaClient, by_message
+from services.ingress.server import PublicServer
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import ServiceSecrets, tenant_specs
 from services.store_address import StoreAddress
@@ -31,9 +32,12 @@ OPERATOR_TIMEOUT_S = 2.0
 """What an operator asks for may wait longer for the store than a turn does."""
 
 
-@serve.ingress()
 class Ingress:
-    """One ingress process. Everything shared between several of them is in Redis."""
+    """One ingress process. Everything shared between several of them is in Redis.
+
+    It serves HTTP by itself: Serve's proxy would carry each turn through one more process, there and back, and knows no
+    back-pressure.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -42,6 +46,7 @@ class Ingress:
         replicas: DeploymentHandle,
         dedicated: dict[str, DeploymentHandle],
         *,
+        listener: str,
         policy_app: str,
         service_began_s: float,
         service_started_s: float,
@@ -76,13 +81,12 @@ class Ingress:
         )
         key_files = {tenant.tenant_id: tenant.key_file for tenant in service.tenants}
         admin = TenantAdmin(self._operator_store, directory, key_files)
-        self._app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
+        app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
         await directory.refresh()
-        self._tasks = BackgroundTasks(tenants=directory.refresh_forever(), leases=limiter.renew_forever())
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve's hook: the app of this process."""
-        return self._app
+        self._server = PublicServer(app, take_listener(listener))
+        self._tasks = BackgroundTasks(
+            http=self._server.run(), tenants=directory.refresh_forever(), leases=limiter.renew_forever()
+        )
 
     async def scrape(self) -> str:
         """This process's metrics in Prometheus text format, labelled ``replica=``."""
@@ -97,6 +101,7 @@ class Ingress:
         """Serve calls and awaits this when the process stops."""
         if not hasattr(self, "_tasks"):
             return
+        await self._server.stop()
         await self._tasks.stop()
         await self._gateway.drain()
         await self._store.close()
@@ -114,6 +119,8 @@ def build_ingress(
     replicas: serve.Application,
     dedicated: Mapping[str, serve.Application],
     *,
+    listener: str,
+    host: str | None,
     policy_app: str,
     service_began_s: float,
     service_started_s: float,
@@ -125,6 +132,8 @@ def build_ingress(
         store: Where the store is.
         replicas: The replica deployment, with ``WispRouter`` as its router.
         dedicated: By tenant id, the deployment of a tenant's own replicas.
+        listener: Path of the `Listener` that holds the public port.
+        host: Ray's resource of the host where that is, if there may be others.
         policy_app: Name of the policy service's application, whose metrics are shown; it may come and go.
         service_began_s: Unix time, of the start or the last upgrade. The file's tenants replace what the store knows
             from before.
@@ -136,16 +145,20 @@ def build_ingress(
         num_replicas=config.http.num_ingresses,
         # The new ones serve before an old one stops, which it does when its last stream ends: minutes, perhaps.
         max_surge_percent=100,
-        max_ongoing_requests=4096,
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.replica.graceful_shutdown_timeout_s,
-        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ingress_environment()}},
+        ray_actor_options={
+            "num_cpus": 0.1,
+            "resources": {} if host is None else {host: 0.001},
+            "runtime_env": {"env_vars": ingress_environment()},
+        },
     )
     return deployment.bind(
         config.model_dump(mode="json"),
         store.model_dump(mode="json"),
         replicas,
         dict(dedicated),
+        listener=listener,
         policy_app=policy_app,
         service_began_s=service_began_s,
         service_started_s=service_started_s,

@@ -45,7 +45,8 @@ SETTLE_DELAY_S = 0.002
 RECORD_DELAY_S = 0.02
 """Time after a turn at which its use is written down."""
 TURN_HEADER = "x-turn-id"
-"""The turn's id in the answer; Serve sets ``x-request-id`` itself."""
+REQUEST_HEADER = "x-request-id"
+"""Both carry the turn's id in an answer; the second name is OpenAI's."""
 
 
 class Gateway:
@@ -99,11 +100,8 @@ class Gateway:
             running.mark_error(error)
             self._finish(running)
             raise
-        return Reply(
-            reply.status,
-            {**reply.headers, SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id},
-            reply.body,
-        )
+        ids = {SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id, REQUEST_HEADER: running.turn_id}
+        return Reply(reply.status, {**reply.headers, **ids}, reply.body)
 
     async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
         prompt_tokens = self._estimator.tokens(tenant.tenant_id, fields)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -26,6 +27,7 @@ from services.ingress.turn import Reply
 from wisp_core.errors import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 SEND_TIMEOUT_S = 60.0
 """A client that takes no byte for this long is cut off."""
@@ -91,7 +93,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
         """One turn."""
         tenant = await gateway.authenticate(request.headers)
         body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
-        reply = await gateway.turn(path, request.headers, body, tenant)
+        reply = await _while_connected(request, gateway.turn(path, request.headers, body, tenant))
         if isinstance(reply.body, bytes):
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)
@@ -115,6 +117,20 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
         return card
 
 
+async def _while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """``work``'s result, once the body is read. Raises ClientDisconnect, ``work`` cancelled, when the client leaves."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for future in (task, leaving):
+            future.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
 def _error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, {**error.headers, "content-type": "application/json"})
 
@@ -135,7 +151,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error_response(unavailable("The store does not answer."))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        return _error_response(bad_request("The body ended early."))  # Nobody reads it.
+        return _error_response(bad_request("The request ended early."))  # Nobody reads it.
 
     async def on_any_error(_: Request, error: Exception) -> Response:
         # The server logs it by itself; the client learns nothing of the inside.

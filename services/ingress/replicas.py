@@ -163,7 +163,7 @@ class ReplicaClient:
         )
         is_open = False
         try:
-            head: dict[str, Any] = await anext(stream)
+            head: dict[str, Any] = await _first(stream)
             if head["status"] == 503:
                 raise EngineUnavailableError("the engine is full")
             first: bytes = head["first"] if "first" in head else await anext(stream, b"")
@@ -180,6 +180,18 @@ def by_message(handle: Any) -> Any:
     Replicas listen for them in any case, and answer those that have this service's token (Ray's).
     """
     return handle.options(_by_reference=False)
+
+
+async def _first(stream: ReplicaStream) -> dict[str, Any]:
+    """The first item. Raises EngineUnavailableError for Serve's word that a replica ended the call unanswered."""
+    try:
+        head: dict[str, Any] = await anext(stream)
+    except RuntimeError as error:
+        # Serve has no class for it; a RuntimeError of the replica's own comes as a class of Ray's.
+        if type(error) is RuntimeError and str(error).startswith("Unexpected error (StatusCode."):
+            raise EngineUnavailableError("the replica ended the call") from error
+        raise
+    return head
 
 
 async def _drained(stream: ReplicaStream) -> None:

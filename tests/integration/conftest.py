@@ -132,14 +132,14 @@ async def redis_store(valkey: ValkeyProcess) -> AsyncIterator[RedisStore]:
 
 
 @pytest.fixture(scope="session")
-def ray_serve() -> Iterator[int]:
-    """Ray with Serve's HTTP proxy; gives the port."""
+def ray_serve() -> Iterator[None]:
+    """Ray with Serve, as `wisp serve` has it: without a proxy."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
     from ray import serve
 
-    port = find_free_port()
     ray.init(
+        address="local",
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=100_000_000,
@@ -150,10 +150,10 @@ def ray_serve() -> Iterator[int]:
         runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
     )
     serve.start(
-        http_options={"host": "127.0.0.1", "port": port},
+        proxy_location="Disabled",
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    yield port
+    yield
     serve.shutdown()
     ray.shutdown()
 

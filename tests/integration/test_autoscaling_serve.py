@@ -32,7 +32,7 @@ class Reporting:
 
 
 @pytest.fixture
-def turns(ray_serve: int, tmp_path: Path) -> Iterator[Path]:
+def turns(ray_serve: None, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "turns"
     path.write_text("1")
     scaling = autoscaling_config(1, AutoscalingSettings(max_count=2, target_turns=4, up_delay_s=0.5, down_delay_s=0.5))

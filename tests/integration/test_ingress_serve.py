@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from conftest import find_free_port
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from services.config import ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
+from services.config import HttpSettings, ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
 from services.environment import message_environment
 from services.ingress.app import build_ingress
+from services.ingress.listener import Listener
 from services.ingress.placement import RouterConfig
 from services.secret_files import replace_secret, secret_path
 from services.store_address import StoreAddress
@@ -95,7 +97,7 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def service(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     state_dir: Path = tmp_path_factory.mktemp("state")
     password_file = secret_path(state_dir, "redis")
     replace_secret(password_file, valkey_server.password)
@@ -103,6 +105,7 @@ def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPat
     config = ServiceConfig(
         name=NAME,
         state_dir=state_dir,
+        http=HttpSettings(port=find_free_port()),
         model=ModelSettings(path="tiny"),
         replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
         routing=RoutingSettings(refresh_s=0.1),
@@ -127,18 +130,22 @@ def service(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPat
             request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
         ),
     ).bind()
+    listener = Listener(config.http)
     application = build_ingress(
         config,
         StoreAddress(url=valkey_server.url, password_file=password_file, service=NAME),
         replicas,
         {},
+        listener=listener.path,
+        host=None,
         policy_app="no-such-app",
         service_began_s=time.time(),
         service_started_s=time.time(),
     )
-    serve.run(application, name=NAME, route_prefix="/ingress")
-    yield f"http://127.0.0.1:{ray_serve}/ingress"
+    serve.run(application, name=NAME, route_prefix=None)
+    yield f"http://127.0.0.1:{config.http.port}"
     serve.delete(NAME)
+    listener.close()
 
 
 @pytest.fixture

@@ -62,10 +62,11 @@ def test_what_vllm_and_the_inside_offer_is_not_there(service: LiveService) -> No
         assert httpx.get(service.url + path, headers={"authorization": f"Bearer {service.key()}"}).status_code == 401
 
 
-def test_a_header_that_is_no_text_is_refused(service: LiveService) -> None:
+def test_a_header_that_is_no_text_breaks_nothing(service: LiveService) -> None:
     for name in (b"x-session-id", b"x-request-id", b"serve-multiplexed-model-id", b"x-other"):
-        answer = httpx.get(f"{service.url}/readyz", headers=[(name, b"\xe9")])
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "headers_not_readable")
+        assert httpx.get(f"{service.url}/readyz", headers=[(name, b"\xe9")]).status_code == 200
+    wrong = httpx.get(f"{service.url}/v1/models", headers=[(b"authorization", b"Bearer \xe9")])
+    assert wrong.status_code == 401
 
 
 def test_valkey_takes_a_password_and_listens_on_loopback_only(service: LiveService) -> None:

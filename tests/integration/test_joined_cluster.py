@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -105,9 +104,6 @@ def test_replicas_spread_over_the_hosts_of_a_cluster_that_outlives_them(
             )
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 4
-        # Serve's proxy, which the cluster started, has what `wisp serve` gives it.
-        broken = httpx.get(f"{service.url}/v1/models", headers=[(b"x-session-id", b"\xff")])
-        assert broken.status_code == 400
     finally:
         code = service.stop()
     assert code == 0

@@ -178,7 +178,7 @@ class Deployed:
 
 
 @pytest.fixture
-def deployed(ray_serve: int, valkey: ValkeyProcess, tmp_path: Path) -> Iterator[Deployed]:
+def deployed(ray_serve: None, valkey: ValkeyProcess, tmp_path: Path) -> Iterator[Deployed]:
     """The default policy, deployed with epochs of 0.1 s."""
     from ray import serve
 

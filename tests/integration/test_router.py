@@ -49,7 +49,7 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def app(ray_serve: int, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+def app(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
     password_file: Path = tmp_path_factory.mktemp("secrets") / "redis.key"
     password_file.write_text(valkey_server.password + "\n")
     router = RouterConfig(

@@ -266,6 +266,14 @@ async def test_a_session_stays_where_its_turn_was_told_without_asking_the_store_
     assert (placement.replica_id, placement.version) == (moved, 2)
 
 
+async def test_an_old_session_met_anew_is_not_counted_as_placed() -> None:
+    router = directory(MemoryStore())
+    await router.rank(turn(home="r2", home_version=3))
+    assert router._fleet.column("placed").tolist() == [0, 0, 0], "the replica's own reports count it"
+    await router.rank(turn(home="r3", home_version=4))
+    assert router._fleet.column("placed").tolist() == [0, -1, 1], "another router has moved it since"
+
+
 async def test_a_turn_that_was_told_of_a_replica_that_is_gone_is_placed_anew() -> None:
     store = CountingStore()
     one, two = directory(store), directory(store)

@@ -29,6 +29,7 @@ def service() -> Service:
         [RayActorError()],
         [EngineUnavailableError("gone")],
         [HEAD, RayActorError()],
+        [RuntimeError("Unexpected error (StatusCode.UNKNOWN): Stream removed.")],
         [{"status": 503, "headers": {}}, b"{}"],
     ],
 )
@@ -81,6 +82,25 @@ async def test_attempts_are_bounded_and_end_in_503(service: Service) -> None:
     assert len(service.handle.calls) == MAX_ATTEMPTS
     (usage,) = await service.store.list_sessions(10)
     assert usage.failed_turns == 1
+
+
+async def test_a_bug_in_a_replica_is_not_tried_again(service: Service) -> None:
+    service.handle.scripts = [[RuntimeError("a bug")]]
+    with pytest.raises(RuntimeError, match="a bug"):
+        await service.chat()
+    assert len(service.handle.calls) == 1
+
+
+async def test_a_turn_leaves_the_gauge_whatever_the_store_says(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def settle(*_: object) -> None:
+        raise ValueError("an answer that nobody understands")
+
+    monkeypatch.setattr(service.store, "settle", settle)
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+    assert "wisp_ingress_running_turns 0.0" in service.telemetry.scrape()
 
 
 async def test_no_replica_at_all_is_503(service: Service) -> None:

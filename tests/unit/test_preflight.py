@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from services.config import HttpSettings, ModelSettings, PolicySettings
-from services.preflight import check_model, check_policy, check_port, own_state_dir
+from services.ingress.listener import Listener
+from services.preflight import check_model, check_policy, own_state_dir
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError
 
@@ -83,7 +84,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"http\.host 203\.0\.113\.1"):
-        check_port(HttpSettings(host="203.0.113.1", port=8000))
+        Listener(HttpSettings(host="203.0.113.1", port=8000))
 
 
 def test_a_state_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:

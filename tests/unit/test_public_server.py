@@ -1,0 +1,151 @@
+"""The public port: handed to each server in turn, none of its connections refused or cut, and real back-pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from ingress_in_process import HEAD, KEY, Service
+
+from services.config import HttpSettings
+from services.ingress import http as http_of_ingress
+from services.ingress import server
+from services.ingress.listener import Listener, take_listener
+from services.ingress.server import PublicServer
+
+Send = Callable[[Any], Awaitable[None]]
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listener]:
+    monkeypatch.setattr(server, "LEAVE_S", 0.2)
+    opened = Listener(HttpSettings(port=free_port()))
+    yield opened
+    opened.close()
+
+
+def url_of(listener: Listener) -> str:
+    with take_listener(listener.path) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+class Named:
+    """An app that answers with its name, after a while."""
+
+    def __init__(self, name: str, delay_s: float = 0.0) -> None:
+        self._name, self._delay_s = name, delay_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        await asyncio.sleep(self._delay_s)
+        headers = [(b"content-length", str(len(self._name)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._name.encode()})
+
+
+@asynccontextmanager
+async def serving(listener: Listener, app: Any) -> AsyncIterator[PublicServer]:
+    public = PublicServer(app, take_listener(listener.path))
+    task = asyncio.create_task(public.run())
+    yield public
+    await public.stop()
+    await task
+
+
+async def test_a_connection_waits_for_the_next_server(listener: Listener) -> None:
+    async with httpx.AsyncClient(base_url=url_of(listener), timeout=5) as client:
+        asked = asyncio.create_task(client.get("/"))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        async with serving(listener, Named("late")):
+            assert (await asked).text == "late"
+
+
+async def test_clients_move_from_one_server_to_the_next_and_lose_nothing(listener: Listener) -> None:
+    names, is_over = list[str](), False
+
+    async def ask_on(client: httpx.AsyncClient) -> None:
+        while not is_over:
+            names.append((await client.get("/")).raise_for_status().text)
+            await asyncio.sleep(0.001)
+
+    async with (
+        httpx.AsyncClient(base_url=url_of(listener), timeout=5) as one,
+        httpx.AsyncClient(base_url=url_of(listener), timeout=5) as other,
+    ):
+        clients = [asyncio.create_task(ask_on(client)) for client in (one, other)]
+        for turn in range(4):
+            async with serving(listener, Named(f"server {turn}", delay_s=0.002)):
+                await asyncio.sleep(0.05)
+        async with serving(listener, Named("last")):
+            is_over = True
+            await asyncio.gather(*clients)
+    assert sorted(set(names)) == ["last", "server 0", "server 1", "server 2", "server 3"]
+
+
+async def test_a_server_stops_after_its_last_answer(listener: Listener) -> None:
+    async with httpx.AsyncClient(base_url=url_of(listener), timeout=5) as client:
+        async with serving(listener, Named("whole", delay_s=0.3)):
+            asked = asyncio.create_task(client.get("/"))
+            await asyncio.sleep(0.05)
+        answer = await asked
+    assert (answer.text, answer.headers["connection"]) == ("whole", "close")
+
+
+def test_a_closed_port_is_given_to_nobody() -> None:
+    listener = Listener(HttpSettings(port=free_port()))
+    path = listener.path
+    listener.close()
+    with pytest.raises(OSError, match="No such file"):
+        take_listener(path)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.005)
+
+
+async def test_a_client_that_leaves_before_its_answer_cancels_the_turn(listener: Listener) -> None:
+    service = Service()
+    service.handle.scripts = [[HEAD, lambda: asyncio.sleep(60)]]
+    async with serving(listener, service.app), httpx.AsyncClient(base_url=url_of(listener)) as client:
+        headers = {"authorization": f"Bearer {KEY}"}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json=CHAT, headers=headers, timeout=0.2)
+        await wait_until(lambda: service.handle.calls[0].is_cancelled)
+        await service.gateway.drain()
+    assert 'wisp_ingress_turns_total{status="499",tenant="a"} 1.0' in service.telemetry.scrape()
+
+
+async def test_a_client_that_takes_nothing_is_cut_off_with_bounded_memory(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_of_ingress, "SEND_TIMEOUT_S", 0.2)
+    event = b'data: {"choices": [{"delta": {"content": "' + b"x" * (1 << 18) + b'"}}]}\n\n'
+    service = Service()
+    service.handle.scripts = [[HEAD, *[event] * 400]]  # 100 MB
+    async with serving(listener, service.app):
+        body = b'{"model": "tiny", "stream": true, "messages": [{"role": "user", "content": "hello"}]}'
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url_of(listener).rpartition(":")[2]))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await wait_until(lambda: bool(service.handle.calls) and service.handle.calls[0].is_cancelled)
+        await service.gateway.drain()
+        assert len(list(service.handle.calls[0]._script)) > 300, "read on for a client that takes nothing"
+        writer.close()
+    assert 'wisp_ingress_turns_total{status="499",tenant="a"} 1.0' in service.telemetry.scrape()
