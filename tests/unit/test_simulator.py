@@ -118,6 +118,36 @@ def test_a_resize_costs_its_pause_and_filling_the_new_slots() -> None:
     assert [(r.before.cap, r.after.cap, r.bytes_moved) for r in moved.resizes] == [(4, 8, 4 * 2 * 2 * 4096)]
 
 
+def test_a_resize_within_a_step_counts_no_token_twice() -> None:
+    # The second turn fits only after the resize, which comes while the first one's last step runs, from 18 to 19 s.
+    turns = [make_turn(client, at_s=0.1 * client, prompt_tokens=200, output_tokens=16) for client in range(2)]
+    result = simulate(
+        make_trace(*turns),
+        make_engine(),
+        split=Split(cap=4, kv_blocks=15),
+        policy=Script(Split(cap=3, kv_blocks=119)),
+        settings=SimulationSettings(epoch_s=18.5),
+    )
+    assert len(result.resizes) == 1
+    assert result.ended_s[0] == pytest.approx(19.0)
+    totals = result.totals[0]
+    assert totals.decode_tokens + totals.decode_tokens_in_passes == pytest.approx(2 * 15)
+
+
+def test_a_resize_within_another_s_pause_waits_for_its_end() -> None:
+    splits = [Split(cap=3, kv_blocks=119), Split(cap=4, kv_blocks=103)] * 4
+    result = simulate(
+        make_trace(make_turn(output_tokens=31)),
+        make_engine(resize_s=2.0),
+        split=SPLIT,
+        policy=Script(*splits),
+        settings=SimulationSettings(epoch_s=1.0),
+    )
+    assert len(result.resizes) == len(splits)
+    # Its pass and its steps, and every pause in full.
+    assert result.ended_s[0] == pytest.approx(2.0 + 30.0 + 2.0 * len(splits))
+
+
 def test_a_shrink_below_what_runs_is_deferred() -> None:
     trace = make_trace(make_turn(prompt_tokens=480, output_tokens=30))
     result = simulate(

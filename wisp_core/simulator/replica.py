@@ -209,9 +209,11 @@ class Replica:
 
     def _plan(self, now_s: float) -> float | None:
         """What to do next, from ``now_s`` on."""
-        now_s += self._stall_s
+        now_s = max(now_s, self._since_s) + self._stall_s  # a stall that is under way goes on
         self._since_s = now_s
-        if self.prefilling:
+        step_end = math.ceil(self._steps - _EPSILON)
+        is_within_step = bool(self._decoding) and step_end > self._steps + _EPSILON  # a resize came in its midst
+        if self.prefilling and not is_within_step:
             self.totals.stall_s += self._stall_s
             self._stall_s = 0.0
             self.mode = Mode.PASS
@@ -223,7 +225,7 @@ class Replica:
         self._stall_s = 0.0
         self.mode = Mode.DECODE
         self._step_s = self.model.decode_step(self.cap, len(self._decoding), len(self.topics)).seconds
-        self._target = self._decoding[0][0]
+        self._target = step_end if self.prefilling else self._decoding[0][0]
         return now_s + (self._target - self._steps) * self._step_s
 
     def _begin_pass(self) -> float:
