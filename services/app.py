@@ -32,9 +32,9 @@ from services.secret_files import ServiceSecrets, replace_secret, secret_path, t
 from services.service_file import remove_service_file, write_service_file
 from services.start_progress import log_directory
 from services.store_address import StoreAddress, without_password
-from wisp_core.contracts import Isolation
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.store.redis_store import RedisStore
+from wisp_core.tenant_contracts import Isolation
 
 logger = logging.getLogger(__name__)
 

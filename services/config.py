@@ -12,8 +12,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from services.setting_errors import explain
-from wisp_core.contracts import Barrier, Isolation, TenantId, TenantLimits
+from wisp_core.contracts import Barrier
 from wisp_core.errors import ConfigurationError
+from wisp_core.tenant_contracts import Isolation, TenantId, TenantLimits
 
 
 class Section(BaseModel):

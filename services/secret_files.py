@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServiceConfig, TenantSettings
-from wisp_core.contracts import TenantLimits, TenantSpec
 from wisp_core.errors import ConfigurationError
+from wisp_core.tenant_contracts import TenantLimits, TenantSpec
 
 logger = logging.getLogger(__name__)
 

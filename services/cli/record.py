@@ -12,9 +12,10 @@ import typer
 
 from services.secret_files import read_or_create, secret_path
 from services.service_file import read_service_file
-from wisp_core.contracts import ReplicaSnapshot, Signature, TurnRecord
+from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.simulator.recording import Recording, recording_of, write_recording
+from wisp_core.tenant_contracts import TurnRecord
 
 _PERIOD_S = 1.0
 _MAX_TURNS = 10_000

@@ -16,9 +16,10 @@ from services.ingress.errors import ApiError, bad_request
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import replace_secret
 from services.setting_errors import what_is_wrong
-from wisp_core.contracts import TenantId, TenantLimits, TenantSpec, TenantUsage, Value
+from wisp_core.contracts import Value
 from wisp_core.errors import ConfigurationError
 from wisp_core.store.interface import TenantStore
+from wisp_core.tenant_contracts import TenantId, TenantLimits, TenantSpec, TenantUsage
 
 MAX_KEYS = 8
 """Keys that one tenant may have at once."""

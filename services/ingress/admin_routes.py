@@ -14,7 +14,7 @@ from services.ingress.admin import NewTenant, Rotation, TenantAdmin, parse
 from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
 from services.ingress.errors import bad_request, invalid_key
-from wisp_core.contracts import TenantLimits
+from wisp_core.tenant_contracts import TenantLimits
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 

@@ -30,9 +30,9 @@ from services.ingress.sessions import (
 )
 from services.ingress.tenants import TenantDirectory
 from services.ingress.turn import CLIENT_GONE, Reply, RunningTurn
-from wisp_core.contracts import Isolation, TenantSpec, TurnRecord
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import SessionStore
+from wisp_core.tenant_contracts import Isolation, TenantSpec, TurnRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from services.ingress.errors import rate_limited
 from services.ingress.request_fields import TurnFields
-from wisp_core.contracts import Placement, TenantSpec
+from wisp_core.contracts import Placement
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import Admission, Limit, TenantStore, TurnRequest
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import TenantSpec
 
 LEASE_S = 60.0
 """A running turn counts for this long after its ingress was last heard of."""

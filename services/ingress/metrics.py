@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.telemetry import Telemetry
-from wisp_core.contracts import TurnRecord
+from wisp_core.tenant_contracts import TurnRecord
 
 
 class IngressMetrics:

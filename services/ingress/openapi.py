@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from services.ingress.admin import NewTenant, Rotation
 from services.ingress.chat_fields import ChatFields, CompletionFields
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
-from wisp_core.contracts import TenantLimits
+from wisp_core.tenant_contracts import TenantLimits
 
 _ERRORS = {
     "400": "The request has to be changed.",

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.ingress.errors import invalid_key, unavailable
-from wisp_core.contracts import TenantSpec
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import TenantStore
+from wisp_core.tenant_contracts import TenantSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from services.ingress.errors import ApiError
 from services.ingress.events import Usage
 from services.ingress.request_fields import TurnFields
 from services.ingress.sessions import Session
-from wisp_core.contracts import Placement, TenantSpec, TurnRecord
+from wisp_core.contracts import Placement
+from wisp_core.tenant_contracts import TenantSpec, TurnRecord
 
 CLIENT_GONE = 499
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wisp_core.contracts import MemoryLayout, Placement, ReplicaSnapshot, Split, SplitPlan, TenantSpec
+from wisp_core.contracts import MemoryLayout, Placement, ReplicaSnapshot, Split, SplitPlan
 from wisp_core.store.interface import TurnRequest
 from wisp_core.store.redis_store import RedisStore
+from wisp_core.tenant_contracts import TenantSpec
 
 LAYOUT = MemoryLayout(
     page_bytes=4096,

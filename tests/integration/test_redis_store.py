@@ -12,13 +12,14 @@ import pytest
 import uvloop
 from store_values import SPLIT, open_redis_store, placement, plan, snapshot, tenant, turn
 
-from wisp_core.contracts import Decision, DecisionRecord, Outcome, Placement, ResizeOutcome, Signature, TurnRecord
+from wisp_core.contracts import Decision, DecisionRecord, Outcome, Placement, ResizeOutcome, Signature
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Store
 from wisp_core.store.keys import SIGNATURE_TTL_S
 from wisp_core.store.redis_store import RedisStore
 from wisp_core.store.signature_parts import MAX_PARTS
+from wisp_core.tenant_contracts import TurnRecord
 from wisp_core.working_set.signature import pack, use_rates
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from services.config import RoutingSettings
 from services.ingress import working_sets
 from services.ingress.limits import TurnLimiter
 from services.ingress.placement import REPLICAS_PER_REFRESH, PlacementDirectory, RouterConfig, Turn
-from wisp_core.contracts import Signature, TenantSpec
+from wisp_core.contracts import Signature
 from wisp_core.store import redis_store
 from wisp_core.store.redis_store import RedisStore
 from wisp_core.store.signature_parts import MAX_PARTS
+from wisp_core.tenant_contracts import TenantSpec
 from wisp_core.working_set.signature import pack
 
 REPLICAS = ["r1", "r2", "r3"]

@@ -10,10 +10,10 @@ import pytest
 from store_values import open_redis_store, tenant, turn
 
 from services.ingress.limits import TurnLimiter
-from wisp_core.contracts import TenantUsage, TurnRecord
 from wisp_core.store import keys as k
 from wisp_core.store.interface import Limit, Store
 from wisp_core.store.redis_store import RedisStore
+from wisp_core.tenant_contracts import TenantUsage, TurnRecord
 
 if TYPE_CHECKING:
     from conftest import ValkeyProcess

@@ -20,8 +20,8 @@ from services.ingress.metrics import IngressMetrics
 from services.ingress.replicas import ReplicaClient
 from services.ingress.tenants import TenantDirectory
 from services.telemetry import Telemetry
-from wisp_core.contracts import TenantSpec
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import TenantSpec
 
 KEY, OTHER_KEY, ADMIN_KEY = "sk-tenant-a", "sk-tenant-b", "admin-secret"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}

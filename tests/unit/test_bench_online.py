@@ -15,9 +15,10 @@ from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.results import merge
 from loadtests.bench.online.run import trace_of
 from loadtests.bench.report import command_line
-from wisp_core.contracts import Outcome, ResizeOutcome, Split, TurnRecord
+from wisp_core.contracts import Outcome, ResizeOutcome, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording, write_recording
+from wisp_core.tenant_contracts import TurnRecord
 
 
 def turn(phase: int, sent_at_s: float, duration_s: float, ttft_s: float | None = 0.5, **changes: object) -> TurnFigures:

@@ -12,7 +12,7 @@ from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
 
 from services.ingress.cluster import Cluster
 from services.ingress.sessions import cache_salt
-from wisp_core.contracts import TurnRecord
+from wisp_core.tenant_contracts import TurnRecord
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from services.ingress.errors import ApiError
 from services.ingress.limits import PromptEstimator, TurnLimiter
 from services.ingress.request_fields import COMPLETIONS_PATH, parse
-from wisp_core.contracts import TenantSpec
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import Admission, TurnRequest
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import TenantSpec
 
 TENANT = TenantSpec(tenant_id="a", key_sha256=(), requests_per_minute=4, tokens_per_minute=600, max_concurrent_turns=2)
 

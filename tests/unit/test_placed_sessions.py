@@ -9,8 +9,9 @@ import pytest
 from policy_snapshots import make_layout, make_snapshot
 
 from services.policy.placed import ACTIVE_S, with_placed_sessions
-from wisp_core.contracts import Placement, Signature, TurnRecord
+from wisp_core.contracts import Placement, Signature
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import TurnRecord
 from wisp_core.working_set.placed_misses import miss_ratio_by_cap
 from wisp_core.working_set.signature import pack
 

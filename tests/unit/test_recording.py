@@ -9,10 +9,11 @@ import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, Service
 from policy_snapshots import make_snapshot
 
-from wisp_core.contracts import PagerCounts, TurnRecord
+from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import Recording, read_recording, recording_of, write_recording
 from wisp_core.simulator.trace_files import read_trace
+from wisp_core.tenant_contracts import TurnRecord
 
 
 def turn(session: str, at_s: float, prompt: int, output: int = 10, **changes: object) -> TurnRecord:

@@ -14,8 +14,8 @@ from services.policy.deployment import build_policy_service
 from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
-from wisp_core.contracts import Isolation
 from wisp_core.errors import ConfigurationError
+from wisp_core.tenant_contracts import Isolation
 
 PASSWORD = "p:w/d@1"
 

@@ -14,8 +14,8 @@ from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service,
 from services.ingress.admin import NewTenant, Rotation, TenantAdmin
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory
-from wisp_core.contracts import Isolation, TenantLimits, TenantSpec
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import Isolation, TenantLimits, TenantSpec
 
 TENANTS = "/wisp/tenants"
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory, bearer_sha256
-from wisp_core.contracts import TenantSpec, TurnRecord
 from wisp_core.store.memory_store import MemoryStore
+from wisp_core.tenant_contracts import TenantSpec, TurnRecord
 
 
 def sha256(key: str) -> str:

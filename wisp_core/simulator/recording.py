@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from wisp_core.contracts import ReplicaSnapshot, Signature, TurnRecord
+from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.expert_curves import ExpertCurves
 from wisp_core.simulator.trace import Trace, TraceTurn, trace_lines
 from wisp_core.simulator.trace_files import read_trace
+from wisp_core.tenant_contracts import TurnRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from wisp_core.contracts import (
-    DecisionRecord,
-    Placement,
-    ReplicaSnapshot,
-    ResizeOutcome,
-    SessionUsage,
-    Signature,
-    SplitPlan,
-    TenantSpec,
-    TenantUsage,
-    TurnRecord,
-)
+from wisp_core.contracts import DecisionRecord, Placement, ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
+from wisp_core.tenant_contracts import SessionUsage, TenantSpec, TenantUsage, TurnRecord
 
 
 class Limit(StrEnum):

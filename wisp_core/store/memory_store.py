@@ -21,6 +21,7 @@ from wisp_core.store.usage import (
     usage_fields,
     usage_from_fields,
 )
+from wisp_core.tenant_contracts import SessionUsage, TenantSpec, TenantUsage, TurnRecord
 
 
 class MemoryStore:
@@ -37,9 +38,9 @@ class MemoryStore:
         self._decisions: defaultdict[str, deque[c.DecisionRecord]] = defaultdict(lambda: deque(maxlen=k.LOG_LENGTH))
         self._signatures: defaultdict[str, dict[str, c.Signature]] = defaultdict(dict)
         self._placements: OrderedDict[str, tuple[float, c.Placement]] = OrderedDict()
-        self._turn_log: deque[c.TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
+        self._turn_log: deque[TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
         self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
-        self._tenants: dict[str, c.TenantSpec] = {}
+        self._tenants: dict[str, TenantSpec] = {}
         self._tenant_usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._full_at_s: dict[tuple[str, Limit], float] = {}
         self._turns: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -174,7 +175,7 @@ class MemoryStore:
         newest = list(reversed(self._placements))[: max(0, n)]
         return list((await self.read_placements(newest)).values())
 
-    async def record_turn(self, turn: c.TurnRecord) -> None:
+    async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
         await self.ping()
         usage = self._usage.pop(turn.session_key, {})
@@ -190,18 +191,18 @@ class MemoryStore:
             self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
         self._turn_log.appendleft(turn)
 
-    async def list_turns(self, n: int) -> list[c.TurnRecord]:
+    async def list_turns(self, n: int) -> list[TurnRecord]:
         """See Store."""
         await self.ping()
         return list(self._turn_log)[: max(0, n)]
 
-    async def list_sessions(self, n: int) -> list[c.SessionUsage]:
+    async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""
         await self.ping()
         newest = sorted(self._usage.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
         return [usage_from_fields(key, fields) for key, fields in newest[: max(0, n)]]
 
-    async def write_tenant(self, tenant: c.TenantSpec, replaces: c.TenantSpec | None = None) -> bool:
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
         """See Store."""
         await self.ping()
         stored = self._tenants.get(tenant.tenant_id)
@@ -216,13 +217,13 @@ class MemoryStore:
         self._tenants.pop(tenant_id, None)
         self._tenant_usage.pop(tenant_id, None)
 
-    async def list_tenant_usage(self) -> list[c.TenantUsage]:
+    async def list_tenant_usage(self) -> list[TenantUsage]:
         """See Store."""
         await self.ping()
         known = sorted(self._tenants.keys() & self._tenant_usage.keys())
         return [tenant_usage_from_fields(tenant_id, self._tenant_usage[tenant_id]) for tenant_id in known]
 
-    async def list_tenants(self) -> list[c.TenantSpec]:
+    async def list_tenants(self) -> list[TenantSpec]:
         """See Store."""
         await self.ping()
         return [self._tenants[tenant_id] for tenant_id in sorted(self._tenants)]

@@ -24,6 +24,7 @@ from wisp_core.store.usage import (
     usage_fields,
     usage_from_fields,
 )
+from wisp_core.tenant_contracts import SessionUsage, TenantSpec, TenantUsage, TurnRecord
 
 SNAPSHOTS_AT_ONCE = 8
 """Snapshots that are parsed before other tasks get their chance: 0.1 ms each for a model of 48 layers."""
@@ -200,7 +201,7 @@ class RedisStore:
             session_keys = await redis.zrange(self._keys.placements, 0, n - 1, desc=True) if n > 0 else []
         return list((await self.read_placements(session_keys)).values())
 
-    async def record_turn(self, turn: c.TurnRecord) -> None:
+    async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
         session, tenant = usage_fields(turn), tenant_usage_fields(turn)
         keys = [
@@ -225,11 +226,11 @@ class RedisStore:
             args += [field, amount]
         await self._connection.run(scripts.RECORD_TURN, keys, args)
 
-    async def list_turns(self, n: int) -> list[c.TurnRecord]:
+    async def list_turns(self, n: int) -> list[TurnRecord]:
         """See Store."""
-        return _parse_all(c.TurnRecord, await self._read_log(self._keys.turn_log, n))
+        return _parse_all(TurnRecord, await self._read_log(self._keys.turn_log, n))
 
-    async def list_sessions(self, n: int) -> list[c.SessionUsage]:
+    async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             session_keys = await redis.zrange(self._keys.sessions, 0, n - 1, desc=True) if n > 0 else []
@@ -238,7 +239,7 @@ class RedisStore:
             rows = await pipe.execute()
         return [usage_from_fields(key, row) for key, row in zip(session_keys, rows, strict=True) if row]
 
-    async def write_tenant(self, tenant: c.TenantSpec, replaces: c.TenantSpec | None = None) -> bool:
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
         """See Store."""
         expected = "" if replaces is None else repr(replaces.at_s)
         args: list[str | int | float] = [tenant.tenant_id, expected, tenant.model_dump_json()]
@@ -251,7 +252,7 @@ class RedisStore:
             pipe.delete(self._keys.tenant_usage(tenant_id))
             await pipe.execute()
 
-    async def list_tenant_usage(self) -> list[c.TenantUsage]:
+    async def list_tenant_usage(self) -> list[TenantUsage]:
         """See Store."""
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
             tenant_ids = sorted(await redis.hkeys(self._keys.tenants))
@@ -261,11 +262,11 @@ class RedisStore:
         pairs = zip(tenant_ids, rows, strict=True)
         return [tenant_usage_from_fields(tenant_id, row) for tenant_id, row in pairs if row]
 
-    async def list_tenants(self) -> list[c.TenantSpec]:
+    async def list_tenants(self) -> list[TenantSpec]:
         """See Store."""
         async with self._connection.guard() as redis:
             rows: dict[str, str] = await redis.hgetall(self._keys.tenants)
-        return _parse_all(c.TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
+        return _parse_all(TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
         """See Store."""

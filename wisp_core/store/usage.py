@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wisp_core.contracts import SessionUsage, TenantUsage, TurnRecord
+from wisp_core.tenant_contracts import SessionUsage, TenantUsage, TurnRecord
 
 _TENANT_COUNTS = ("turns", "failed_turns", "prompt_tokens", "cached_tokens", "completion_tokens")
 _COUNTS = (*_TENANT_COUNTS, "ttft_turns")

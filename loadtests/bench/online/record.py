@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadtests.bench.online.figures import TurnFigures
-from wisp_core.contracts import ReplicaSnapshot, TurnRecord
+from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.simulator.recording import Recording
 from wisp_core.simulator.trace import Trace
+from wisp_core.tenant_contracts import TurnRecord
 
 
 def recording_of_way(

@@ -23,12 +23,13 @@ from services.app import Service
 from services.config import DampingSettings, PolicySettings, TenantSettings
 from services.preflight import checked_start
 from services.secret_files import read_or_create
-from wisp_core.contracts import ReplicaSnapshot, TurnRecord
+from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import WispError
 from wisp_core.model.tiny import write_tiny_model
 from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.store.interface import Store
 from wisp_core.store.keys import TURN_LOG_LENGTH
+from wisp_core.tenant_contracts import TurnRecord
 
 _LOG_LENGTH = 200
 _SETTLE_S = 30.0
