@@ -23,6 +23,9 @@ LEASE = "policy"
 MIN_LEASE_S = 2.0
 FAILED_RETRY_S = 30.0
 """A split whose resize failed is not asked for again before this."""
+DRAIN_RETRY_S = 150.0
+"""After a drain that ended for nothing, no other begins before this: turns longer than ``drain_timeout_s`` would
+otherwise keep the replica from taking new ones all the time."""
 PENDING_S = 60.0
 """A plan that a replica neither handled nor is handling for this long was dropped; the next revision replaces it."""
 
@@ -123,7 +126,7 @@ class PolicyLoop:
         decision = await self._runner.decide(snapshot)
         if decision is None:
             return Action.FAULT
-        if decision.split == snapshot.split or _failed_lately(decision, plan, outcome):
+        if decision.split == snapshot.split or _failed_lately(snapshot, decision, plan, outcome):
             await self._record_hold(snapshot, decision)
             return Action.HOLD
         return await self._write_plan(snapshot, plan, decision)
@@ -188,9 +191,16 @@ def _is_pending(snapshot: ReplicaSnapshot, plan: SplitPlan | None) -> bool:
     return time.time() - plan.at_s < PENDING_S
 
 
-def _failed_lately(decision: Decision, plan: SplitPlan | None, outcome: ResizeOutcome | None) -> bool:
-    """Whether the same split was tried a moment ago and failed. A deferred plan is issued again at once."""
-    if plan is None or outcome is None or outcome.revision != plan.revision:
+def _failed_lately(
+    snapshot: ReplicaSnapshot, decision: Decision, plan: SplitPlan | None, outcome: ResizeOutcome | None
+) -> bool:
+    """Whether this engine's last plan failed a moment ago and would fail again.
+
+    One that the balloon deferred is issued again at once: trying costs next to nothing.
+    """
+    if plan is None or outcome is None or outcome.revision != plan.revision or plan.incarnation != snapshot.incarnation:
         return False
-    is_same = outcome.outcome is Outcome.FAILED and plan.split == decision.split
-    return is_same and time.time() - outcome.at_s < FAILED_RETRY_S
+    age_s = time.time() - outcome.at_s
+    if plan.barrier is Barrier.DRAINED and outcome.outcome is Outcome.DEFERRED:
+        return age_s < DRAIN_RETRY_S  # whatever the split
+    return outcome.outcome is Outcome.FAILED and plan.split == decision.split and age_s < FAILED_RETRY_S

@@ -131,6 +131,28 @@ async def test_a_failed_split_is_left_alone_for_a_while(bench: Bench) -> None:
     assert await bench.epoch(wants_experts(plan_revision=1)) == {"r1": Action.PLAN}
 
 
+async def test_a_new_engine_may_be_given_the_split_in_which_the_last_one_died(bench: Bench) -> None:
+    await bench.epoch(wants_experts())
+    await bench.epoch(wants_experts())
+    await bench.finish(Outcome.FAILED)
+    assert await bench.epoch(wants_experts(plan_revision=1)) == {"r1": Action.HOLD}
+    for _ in range(3):
+        await bench.epoch(wants_experts(incarnation="i2"))
+    assert (await bench.plan()).incarnation == "i2"
+
+
+async def test_a_drain_that_ended_for_nothing_is_left_alone_for_a_while_whatever_the_split(bench: Bench) -> None:
+    bench.loop = bench.new_loop(barrier=Barrier.DRAINED)
+    await bench.epoch(wants_experts())
+    await bench.epoch(wants_experts())
+    await bench.finish(Outcome.DEFERRED)
+    for wants, split in ((wants_experts, {}), (wants_kv, {"split": Split(cap=6, kv_blocks=71)})):
+        for _ in range(4):
+            assert await bench.epoch(wants(plan_revision=1, **split)) == {"r1": Action.HOLD}
+    await bench.finish(Outcome.DEFERRED, at_s=time.time() - 300)
+    assert await bench.epoch(wants_kv(plan_revision=1, split=Split(cap=6, kv_blocks=71))) == {"r1": Action.PLAN}
+
+
 async def test_stale_and_unhealthy_replicas_are_left_alone(bench: Bench) -> None:
     stale = wants_experts(replica_id="old", at_s=time.time() - 6)
     dead = wants_experts(replica_id="dead", is_healthy=False)
