@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.app import Service, WithoutShutdownNoise
-from services.config import ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.policy.deployment import build_policy_service
 from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
@@ -87,9 +88,13 @@ async def test_the_file_s_password_opens_the_store(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_used_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[ServiceConfig] = []
     monkeypatch.setattr("services.app.start_ray", started.append)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        http = HttpSettings(port=probe.getsockname()[1])
+    config = configured(tmp_path, "redis://:p%3Aw%2Fd%401@127.0.0.1:1/0").model_copy(update={"http": http})
     with (
         pytest.raises(ConfigurationError, match=r"^redis\.url: Redis at 127\.0\.0\.1:1: ConnectionError: ") as caught,
-        Service(configured(tmp_path, "redis://:p%3Aw%2Fd%401@127.0.0.1:1/0")),
+        Service(config),
     ):
         pass
     assert PASSWORD not in str(caught.value)
