@@ -11,6 +11,7 @@ from host memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -53,6 +54,20 @@ class Blocks:
         return cls(
             row_ids[: num_ids * rows_per_block], w13_rows[:num_ids], w2_rows[:num_ids], num_padded, rows_per_block, host
         )
+
+
+def block_arguments(blocks: Blocks | None, *, unused: torch.Tensor) -> dict[str, Any]:
+    """What a plan kernel is told of the blocks that it writes; ``unused`` stands for missing ones."""
+    host = blocks.host if blocks is not None else None
+    return {
+        "row_ids_ptr": blocks.row_ids if blocks is not None else unused,
+        "w13_rows_ptr": blocks.w13_rows if blocks is not None else unused,
+        "w2_rows_ptr": blocks.w2_rows if blocks is not None else unused,
+        "num_padded_ptr": blocks.num_padded if blocks is not None else unused,
+        "first_w13": host.first_w13 if host is not None else 0,
+        "first_w2": host.first_w2 if host is not None else 0,
+        "rows_per_block": blocks.rows_per_block if blocks is not None else 0,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ VECTOR_BYTES = 16
 """Width of one access; parameters that are not aligned to it are copied byte by byte (small scales)."""
 
 _BYTEWISE_CHUNK_BYTES = 1 << 10
+_NOTHING_TO_COPY = {"unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
 
 class _Column(IntEnum):
@@ -214,6 +215,20 @@ class Gather:
                 **parameters.constants,
                 **({"is_chained": False} if is_first else chained(layer.header)),
             )
+
+
+def leading_arguments(first: Gather | None, second: Gather | None, *, unused: torch.Tensor) -> dict[str, Any]:
+    """What a plan kernel is told of the parameters that it copies itself; ``unused`` stands for a missing table."""
+    arguments: dict[str, Any] = {}
+    constants: dict[str, Any] = _NOTHING_TO_COPY
+    for name, gather in (("first", first), ("second", second)):
+        leading = gather.leading if gather is not None else None
+        arguments[f"{name}_ptr"] = leading.table if leading is not None else unused
+        arguments[f"{name}_chunks"] = leading.chunks_per_expert if leading is not None else 0
+        arguments[f"num_{name}"] = len(leading.table) if leading is not None else 0
+        if leading is not None:
+            constants = leading.constants
+    return arguments | constants
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

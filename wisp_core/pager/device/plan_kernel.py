@@ -18,20 +18,25 @@ kernel (`wisp_core.pager.device.products`), runs while the rest is copied.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from wisp_core.pager.device import reference
-from wisp_core.pager.device.blocks import Blocks, store_blocks, store_blocks_by_id
-from wisp_core.pager.device.gather_kernel import Gather, Parameters, copy_listed
+from wisp_core.pager.device.blocks import Blocks, block_arguments, store_blocks
+from wisp_core.pager.device.gather_kernel import Gather, copy_listed, leading_arguments
 from wisp_core.pager.device.launch import chained
 from wisp_core.pager.device.plan_counts import add_counts, add_distances, keep_routed
+from wisp_core.pager.device.plan_parts import (
+    add_ready,
+    admit,
+    load_ids,
+    store_slot_ids,
+    take_short_cut,
+    update_table,
+)
 from wisp_core.pager.device.state import (
     MAX_ROUTED,
-    READY,
     Header,
     LayerState,
     Lists,
@@ -43,7 +48,6 @@ _PLANNING_WARPS = 4  # few: their exchanges and not their arithmetic take the ti
 _COPYING_WARPS = 8
 _FEW_IDS = 4  # vLLM's rule too: with so many times as many experts, ids get blocks of their own
 _MIN_IDS_AT_ONCE, _MAX_IDS_AT_ONCE = 32, MAX_ROUTED
-_NOTHING_TO_GATHER = {"unit": tl.int32, "chunk_units": 16, "vector_units": 1, "vector_bytes": 4}
 
 _CAP = tl.constexpr(int(Header.CAP))
 _NUM_RESIDENT = tl.constexpr(int(Header.NUM_RESIDENT))
@@ -51,7 +55,6 @@ _NUM_SEEN = tl.constexpr(int(Header.NUM_SEEN))
 _NUM_MISSES = tl.constexpr(int(Header.NUM_MISSES))
 _NUM_COPIES = tl.constexpr(int(Header.NUM_COPIES))
 _NUM_NEEDED = tl.constexpr(int(Header.NUM_NEEDED))
-_READY = tl.constexpr(READY)
 _POSITION = tl.constexpr(int(Table.POSITION))
 _STACK = tl.constexpr(int(Table.STACK))
 _SLOT = tl.constexpr(int(Table.SLOT))
@@ -59,72 +62,6 @@ _SOURCE = tl.constexpr(int(Lists.SOURCE))
 _TARGET = tl.constexpr(int(Lists.TARGET))
 _FREED = tl.constexpr(int(Lists.FREED))
 _NO_SLOT = tl.constexpr(reference.NO_SLOT)
-_PADDING_SLOT = tl.constexpr(reference.PADDING_SLOT)
-
-
-@triton.jit
-def _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts: tl.constexpr, ids_at_once: tl.constexpr):
-    """Some routed ids as int32, and which of them are real: padding carries anything."""
-    at = start + tl.arange(0, ids_at_once)
-    ids = tl.load(ids_ptr + at, mask=at < num_ids, other=0)  # not masked by a loaded value: that would wait for it
-    is_real = (at < num_valid_ids) & (ids >= 0) & (ids < num_experts)
-    return tl.where(is_real, ids, 0).to(tl.int32), is_real
-
-
-@triton.jit
-def _store_slot_ids(slot_ids_ptr, start, num_ids, ids, is_real, served, ids_at_once: tl.constexpr):
-    at = start + tl.arange(0, ids_at_once)
-    slot_ids = tl.where(is_real, tl.gather(served, ids, 0), _PADDING_SLOT)
-    tl.store(slot_ids_ptr + at, slot_ids, mask=at < num_ids)
-
-
-@triton.jit
-def _admit(
-    freed_ptr,
-    cap,
-    num_resident,
-    needed,  # int32 [width] by expert, as position, slot and before
-    position,
-    slot,
-    before,
-    num_hits,
-    num_misses,
-):
-    """Give slots to missing experts: free ones first, then those of the least recent experts not needed.
-
-    Returns the new slots [width], the number of copies and the number of residents.
-    """
-    num_free = cap - num_resident
-    num_copies = tl.minimum(num_misses, cap - num_hits)
-    num_evicted = tl.maximum(num_copies - num_free, 0)
-    miss = before - num_hits
-    is_admitted = (needed != 0) & (position >= num_resident) & (miss < num_copies)
-    admitted_slot = num_resident + miss
-    if num_evicted > 0:
-        # Residents lead the stack: how many lie behind an expert, and how many of those are needed, follow.
-        eviction = (num_resident - 1 - position) - (num_hits - before)
-        is_evicted = (needed == 0) & (position < num_resident) & (eviction < num_evicted)
-        tl.store(freed_ptr + eviction, slot, mask=is_evicted)
-        tl.debug_barrier()
-        is_reusing = is_admitted & (miss >= num_free)
-        freed = tl.load(freed_ptr + miss - num_free, mask=is_reusing, other=0)
-        admitted_slot = tl.where(is_reusing, freed, admitted_slot)
-        slot = tl.where(is_evicted, _NO_SLOT, slot)
-    slot = tl.where(is_admitted, admitted_slot, slot)
-    return slot, num_copies, num_resident + num_copies - num_evicted
-
-
-@triton.jit
-def _add_ready(ready_ptr, num_chunks):
-    """Say that this program's share of the first ``num_chunks`` chunks has come; they make READY when all have said so.
-
-    The others that have a share add 1 each, and the first program adds what is then missing.
-    """
-    others = tl.maximum(tl.minimum(tl.num_programs(0), num_chunks) - 1, 0)
-    program = tl.program_id(0)
-    if program <= others:
-        tl.debug_barrier()  # all of this program's stores, before the one that releases them
-        tl.atomic_add(ready_ptr, tl.where(program == 0, _READY - others, 1), sem="release")
 
 
 @triton.jit(
@@ -183,34 +120,29 @@ def _plan_kernel(
     position = tl.load(table_ptr + _POSITION * width + expert)
     stack = tl.load(table_ptr + _STACK * width + expert)
     slot = tl.load(table_ptr + _SLOT * width + expert)
-    ids, is_real = _load_ids(ids_ptr, 0, num_ids, num_valid_ids, num_experts, ids_at_once)
+    ids, is_real = load_ids(ids_ptr, 0, num_ids, num_valid_ids, num_experts, ids_at_once)
 
     num_absent = 1
     if has_short_cut:
-        # Where nothing is missing, the slots are all that the products wait for: the rest runs beside them.
-        slot_of_id = tl.gather(slot, ids, 0)
-        num_absent = tl.sum((is_real & (slot_of_id == _NO_SLOT)).to(tl.int32))
-        if (num_absent == 0) & (tl.program_id(0) == 0):
-            at = tl.arange(0, ids_at_once)
-            slots = tl.where(is_real, slot_of_id, _PADDING_SLOT)
-            tl.store(slot_ids_ptr + at, slots, mask=at < num_ids)
-            if rows_per_block > 0:
-                store_blocks_by_id(
-                    row_ids_ptr,
-                    w13_rows_ptr,
-                    w2_rows_ptr,
-                    num_padded_ptr,
-                    slots,
-                    num_ids,
-                    num_valid_ids,
-                    ids_at_once,
-                    rows_per_block,
-                )
-            _add_ready(ready_ptr, 0)
+        num_absent = take_short_cut(
+            slot_ids_ptr,
+            ready_ptr,
+            row_ids_ptr,
+            w13_rows_ptr,
+            w2_rows_ptr,
+            num_padded_ptr,
+            slot,
+            ids,
+            is_real,
+            num_ids,
+            num_valid_ids,
+            ids_at_once,
+            rows_per_block,
+        )
 
     uses = tl.histogram(ids, width, mask=is_real)
     for start in range(ids_at_once, num_ids, ids_at_once):
-        more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
+        more_ids, more_real = load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
         uses += tl.histogram(more_ids, width, mask=more_real)
     needed = (uses > 0).to(tl.int32)
     needed_at = tl.gather(needed, stack, 0)
@@ -225,7 +157,7 @@ def _plan_kernel(
 
     num_copies = 0
     if is_admitting:
-        new_slot, num_copies, new_num_resident = _admit(
+        new_slot, num_copies, new_num_resident = admit(
             lists_ptr + _FREED * width, cap, num_resident, needed, position, slot, before, num_hits, num_misses
         )
     else:
@@ -235,10 +167,10 @@ def _plan_kernel(
 
     if (num_absent > 0) & (tl.program_id(0) == 0):
         served = tl.where(new_slot == _NO_SLOT, num_experts + expert, new_slot)
-        _store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
+        store_slot_ids(slot_ids_ptr, 0, num_ids, ids, is_real, served, ids_at_once)
         for start in range(ids_at_once, num_ids, ids_at_once):
-            more_ids, more_real = _load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
-            _store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
+            more_ids, more_real = load_ids(ids_ptr, start, num_ids, num_valid_ids, num_experts, ids_at_once)
+            store_slot_ids(slot_ids_ptr, start, num_ids, more_ids, more_real, served, ids_at_once)
         if rows_per_block > 0:
             store_blocks(
                 row_ids_ptr,
@@ -276,7 +208,7 @@ def _plan_kernel(
                 vector_bytes,
             )
         if is_marking and num_absent > 0:
-            _add_ready(ready_ptr, num_copies * first_chunks)
+            add_ready(ready_ptr, num_copies * first_chunks)
 
     # From here on, nothing that the first product waits for: whatever precedes READY delays it.
     if tl.program_id(0) == 0:
@@ -304,15 +236,20 @@ def _plan_kernel(
                 vector_units,
                 vector_bytes,
             )
-        is_last = num_arrived == tl.num_programs(0) - 1
-        num_first_uses = tl.sum(((needed != 0) & (position >= num_seen)).to(tl.int32))
-        new_position = tl.where(needed != 0, before, num_needed + position - before)
-        tl.store(table_ptr + _POSITION * width + expert, new_position, mask=is_last)
-        tl.store(table_ptr + _STACK * width + new_position, expert, mask=is_last)
-        tl.store(table_ptr + _SLOT * width + expert, new_slot, mask=is_last)
-        tl.store(arrivals_ptr + expert, 0, mask=is_last)
-        tl.store(header_ptr + _NUM_RESIDENT + expert * 0, new_num_resident, mask=is_last & (expert == 0))
-        tl.store(header_ptr + _NUM_SEEN + expert * 0, num_seen + num_first_uses, mask=is_last & (expert == 0))
+        update_table(
+            header_ptr,
+            table_ptr,
+            arrivals_ptr,
+            num_arrived == tl.num_programs(0) - 1,
+            needed,
+            before,
+            position,
+            new_slot,
+            num_needed,
+            new_num_resident,
+            num_seen,
+            width,
+        )
 
 
 def plan_step(
@@ -365,8 +302,8 @@ def plan_step(
         layer.distances,
         layer.counts[path],
         layer.routed,
-        **_copies(layer, gather, gather_after),
-        **_block_arguments(layer, blocks),
+        **leading_arguments(gather, gather_after, unused=layer.counts),
+        **block_arguments(blocks, unused=layer.header),
         num_experts=layer.num_experts,
         width=layer.table.shape[1],
         ids_at_once=ids_at_once,
@@ -378,32 +315,3 @@ def plan_step(
     )
     for given in gathers:
         given.run(layer, is_leading_done=True)
-
-
-def _copies(layer: LayerState, gather: Gather | None, gather_after: Gather | None) -> dict[str, Any]:
-    """The kernel's arguments for what it copies itself."""
-    arguments: dict[str, Any] = {}
-    constants: dict[str, Any] = _NOTHING_TO_GATHER
-    for name, given in (("first", gather), ("second", gather_after)):
-        leading: Parameters | None = given.leading if given is not None else None
-        # A table that is not looked at may be anything.
-        arguments[f"{name}_ptr"] = leading.table if leading is not None else layer.counts
-        arguments[f"{name}_chunks"] = leading.chunks_per_expert if leading is not None else 0
-        arguments[f"num_{name}"] = len(leading.table) if leading is not None else 0
-        if leading is not None:
-            constants = leading.constants
-    return arguments | constants
-
-
-def _block_arguments(layer: LayerState, blocks: Blocks | None) -> dict[str, Any]:
-    """The kernel's arguments for the blocks that it writes."""
-    host = blocks.host if blocks is not None else None
-    return {
-        "row_ids_ptr": blocks.row_ids if blocks is not None else layer.header,
-        "w13_rows_ptr": blocks.w13_rows if blocks is not None else layer.header,
-        "w2_rows_ptr": blocks.w2_rows if blocks is not None else layer.header,
-        "num_padded_ptr": blocks.num_padded if blocks is not None else layer.header,
-        "first_w13": host.first_w13 if host is not None else 0,
-        "first_w2": host.first_w2 if host is not None else 0,
-        "rows_per_block": blocks.rows_per_block if blocks is not None else 0,
-    }
