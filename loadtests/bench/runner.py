@@ -27,7 +27,7 @@ Row = dict[str, Any]
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 15.0  # no engine starts in less
 _LOG_LINES = 15  # of a failed engine, for its row
-_KILL_S = 10.0  # until the server has told of a killed engine
+_KILL_S = 60.0  # until the server has told of a killed engine: tens of GB of locked memory take their time
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ def run_jobs(
     log_dir: Path | None = None,
     deadline_s: float | None = None,
 ) -> Measured:
-    """Run the jobs in order, each in a process of its own. The first job's environment serves the imports.
+    """Run the jobs in order, each in a process of its own. What their environments share serves the imports.
 
     Args:
         jobs: each with a name for its files.
@@ -167,7 +167,7 @@ def run_jobs(
                 if left_s <= _LEAST_S:
                     measured.rows.append({"mode": job.engine.mode, "error": f"not run: {left_s:.0f} s were left"})
                     continue
-                server = server or EngineServer(directory, job.engine.env)
+                server = server or EngineServer(directory, _common_env(jobs))
                 lines = server.run(name, job, min(left_s, job.engine.timeout_s))
                 _take(measured, job, lines)
                 say(f"{name}: {len(lines) - 1} rows in {time.monotonic() - job_started_s:.0f} s")
@@ -177,6 +177,11 @@ def run_jobs(
                 server.stop()
     on_rows(measured)
     return measured
+
+
+def _common_env(jobs: Sequence[tuple[str, Job]]) -> dict[str, str]:
+    """What all engines want: a mode's own variables must not reach the next mode, whose process is a fork too."""
+    return dict(set.intersection(*(set(job.engine.env.items()) for _, job in jobs)))
 
 
 def _take(measured: Measured, job: BaseModel, lines: list[Row]) -> None:

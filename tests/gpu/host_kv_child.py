@@ -93,7 +93,7 @@ def unsettled(engine: OfflineEngine, sessions: Sessions) -> dict[str, int]:
     engine.llm.reset_prefix_cache()
     scheduler, size = engine.scheduler, engine.facts.layout.kv_group_blocks
     waiting = blocks_to_copy(scheduler)
-    taken = scheduler("take", len(scheduler._wisp_balloon.available_groups()) // 2)["groups"]
+    taken = scheduler("take", [len(scheduler._wisp_balloon.available_groups()) // 2])["groups"]
     blocks = {block for group in taken for block in range(group * size, (group + 1) * size)}
     for command, groups in (("wisp_unmap_groups", taken), ("wisp_map_groups", taken)):
         engine.llm.llm_engine.collective_rpc(command, None, (groups,))
@@ -116,6 +116,7 @@ def main() -> None:
     result["outcomes"] = sessions.run_while([caps[len(caps) * part // 8] for part in (4, 1, 6, 2)])
     result["moved"] = sessions.ask()
     result["unsettled"] = unsettled(engine, sessions)
+    sessions.ask()  # computes what was dropped, by other kernels than run over a prefix that is there
     result["copied_late"] = sessions.ask()
     kv = engine.snapshot().kv
     result |= {"fetch_bytes_per_s": kv.fetch_bytes_per_s, "fetched_tokens_per_s": kv.fetched_tokens_per_s}

@@ -6,8 +6,9 @@ from pathlib import Path
 import psutil
 
 from loadtests.bench import configs
+from loadtests.bench.modes import Mode
 from loadtests.bench.plan import NamedJob, decode_jobs, find_model
-from loadtests.bench.runner import run_jobs
+from loadtests.bench.runner import _common_env, run_jobs
 
 
 def jobs_with_timeout(timeout_s: float, scratch: Path) -> list[NamedJob]:
@@ -38,3 +39,13 @@ def test_after_the_deadline_no_engine_starts(tmp_path: Path) -> None:
     )
     assert ["not run" in row["error"] for row in measured.rows] == [True, True]
     assert benchmark_children() == []
+
+
+def test_a_modes_variables_do_not_reach_the_process_that_all_modes_are_forked_from(tmp_path: Path) -> None:
+    config = dataclasses.replace(configs.decode_h200(), fractions=(), baselines=((Mode.OFFLOAD_COPY, 0.25),))
+    jobs = decode_jobs(config, find_model("qwen3-30b-a3b", tmp_path))
+    assert [set(job.engine.env) - set(config.engine.env) for _, job in jobs] == [
+        set(),
+        {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"},
+    ]
+    assert _common_env(jobs[::-1]) == config.engine.env

@@ -42,3 +42,4 @@ def test_what_is_taken_out_is_whole_mappings_around_it(longest: int, cuts: list[
                 assert piece[1] - piece[0] in {1, 2, 4, 8, 16}
                 assert piece[1] - piece[0] <= longest
                 covering |= dict.fromkeys(range(*piece), piece)
+        assert list(mappings) == sorted(set(covering.values()))

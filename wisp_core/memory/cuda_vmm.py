@@ -32,11 +32,10 @@ Fillers = dict[int, Any]
 
 
 def _call(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call. Raises MemoryError when the device has no memory left, else RuntimeError."""
+    """The value of a driver call. Raises RuntimeError, also for want of memory: what came before has had its effect."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
-        error = MemoryError if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
-        raise error(f"CUDA driver: {status.name}")
+        raise RuntimeError(f"CUDA driver: {status.name}")
     return values[0] if values else None
 
 
@@ -61,12 +60,12 @@ class _PagePool:
     def take(self, num_pages: int) -> list[Any]:
         """Pages with any content. Raises MemoryError with nothing changed."""
         created: list[Any] = []
-        try:
-            while len(self.free) + len(created) < num_pages:
-                created.append(_call(driver.cuMemCreate(self.page_bytes, self._properties, 0)))
-        except MemoryError:
-            _release(created)
-            raise
+        while len(self.free) + len(created) < num_pages:
+            result = driver.cuMemCreate(self.page_bytes, self._properties, 0)
+            if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                _release(created)
+                raise MemoryError(f"CUDA driver: {result[0].name}")
+            created.append(_call(result))
         self.num_pages += len(created)
         self.free += created
         taken = self.free[len(self.free) - num_pages :]
@@ -93,7 +92,8 @@ class _PagePool:
         _call(driver.cuMemSetAccess(address, num_bytes, [self.access], 1))
         _call(driver.cuMemsetD8(address, 0, num_bytes))
         torch.cuda.synchronize()
-        _call(driver.cuMemUnmap(address, num_bytes))
+        for length in lengths:
+            _call(driver.cuMemUnmap(address + (length - 1) * self.page_bytes, length * self.page_bytes))
         _call(driver.cuMemAddressFree(address, num_bytes))
         return fillers
 
@@ -123,7 +123,7 @@ class _AddressRange:
         self._filled = Mappings(_LONGEST_FILLER_PAGES)
         self._address = int(_call(driver.cuMemAddressReserve(num_bytes, pool.page_bytes, 0, 0)))
         # Not at exit: the driver may be gone by then, and the process's end frees everything.
-        finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, bool(fillers))
+        finalizer = weakref.finalize(self, _free, self._address, num_bytes, self.pages, pool, self._filled)
         finalizer.atexit = False
 
     @property
@@ -191,12 +191,12 @@ class _AddressRange:
         _call(driver.cuMemUnmap(self._address + start * page_bytes, (stop - start) * page_bytes))
 
 
-def _free(address: int, num_bytes: int, pages: dict[int, Any], pool: _PagePool, is_filled: bool) -> None:
+def _free(address: int, num_bytes: int, pages: dict[int, Any], pool: _PagePool, filled: Mappings) -> None:
     """Unmap what is left of a range, keep its pages, and give the addresses back."""
     torch.cuda.synchronize()
-    mapped = {0: num_bytes} if is_filled else {index * pool.page_bytes: pool.page_bytes for index in pages}
-    for offset, length in mapped.items():
-        _call(driver.cuMemUnmap(address + offset, length))
+    # One by one: of several mappings undone by one call compute-sanitizer loses track.
+    for start, stop in [*filled, *((index, index + 1) for index in pages)]:
+        _call(driver.cuMemUnmap(address + start * pool.page_bytes, (stop - start) * pool.page_bytes))
     pool.free += pages.values()
     _call(driver.cuMemAddressFree(address, num_bytes))
 

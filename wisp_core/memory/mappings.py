@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 
 PageRange = tuple[int, int]
 """Half-open ``[start, stop)`` in pages from the region's start."""
@@ -38,3 +39,7 @@ class Mappings:
         del self._starts[first:last]
         stops = [self._stop_of.pop(at) for at in dropped]
         return dropped[0], stops[-1]
+
+    def __iter__(self) -> Iterator[PageRange]:
+        """All of them, ascending."""
+        return ((at, self._stop_of[at]) for at in self._starts)
