@@ -9,13 +9,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any, Self, cast
 
 import psutil
 import pytest
 from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, full_split
 
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
+from wisp_core.engine.control import CommandFailedError
 from wisp_core.engine.engine import WispEngine
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.memory import smaps
@@ -301,6 +303,16 @@ def test_a_hung_engine_is_noticed_and_replaced(live: Live) -> None:
     assert snapshot.incarnation != plan.incarnation
     assert snapshot.split.cap == 8
     assert live.run(live.chat(1))["usage"]["completion_tokens"] == 60
+
+
+def test_an_engine_that_can_run_no_step_fails_its_heartbeat() -> None:
+    async def ping() -> None:
+        raise CommandFailedError("wisp_pid: moving pages failed")
+
+    engine = WispEngine(cast("Any", None))
+    engine._live = cast("Any", SimpleNamespace(llm=SimpleNamespace(errored=False), control=SimpleNamespace(ping=ping)))
+    with pytest.raises(EngineUnavailableError, match="can run no step: wisp_pid: moving pages failed"):
+        asyncio.run(engine.heartbeat(1.0))
 
 
 def test_a_killed_engine_is_dead_at_once(live: Live) -> None:

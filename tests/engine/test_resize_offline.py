@@ -69,7 +69,11 @@ def scheduler_of(engine: OfflineEngine) -> Any:
 
 
 def memory_of(engine: OfflineEngine) -> Any:
-    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._wisp_memory
+    return worker_of(engine)._wisp_memory
+
+
+def worker_of(engine: OfflineEngine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def start_requests(engine: OfflineEngine, count: int = len(PROMPTS)) -> None:
@@ -228,32 +232,39 @@ def test_a_plan_below_the_floor_fails_and_says_so(engine: OfflineEngine) -> None
     assert "15 KV blocks are below κ_min: a request of max_model_len 512 tokens needs 16" in outcome.reason
 
 
-@pytest.mark.parametrize(
-    ("target_cap", "method", "error"),
-    [(4, "back", MemoryError("no pages")), (27, "release", OSError("no permission"))],
-)
-def test_a_failure_in_the_worker_is_rolled_back(
-    engine: OfflineEngine,
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
-    target_cap: int,
-    method: str,
-    error: Exception,
+def test_a_refusal_in_the_worker_is_rolled_back(
+    engine: OfflineEngine, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(ranges: object) -> None:
-        raise error
+    def refuse(ranges: object) -> None:
+        raise MemoryError("no pages")
 
     before = engine.snapshot()
     with monkeypatch.context() as broken:
-        region = memory_of(engine)._region
-        broken.setattr(region, method, fail)
-        outcome = engine.resize(engine.plan(full_split(before, target_cap)))
+        broken.setattr(memory_of(engine)._region, "back", refuse)
+        outcome = engine.resize(engine.plan(full_split(before, 4)))
     assert (outcome.outcome, outcome.after) == (Outcome.FAILED, before.split)
-    assert f"{error}; rolled back" in outcome.reason
+    assert "no pages; rolled back" in outcome.reason
     engine.check_integrity()
     after = engine.snapshot()
     assert (after.split, after.resident_bytes) == (before.split, before.resident_bytes)
     assert answers(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+def test_no_step_runs_once_pages_may_be_missing(engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(ranges: object) -> None:
+        raise OSError("no permission")
+
+    before, memory = engine.snapshot(), memory_of(engine)
+    with monkeypatch.context() as broken:
+        broken.setattr(memory._region, "release", fail)
+        outcome = engine.resize(engine.plan(full_split(before, 27)))
+    assert (outcome.outcome, outcome.after) == (Outcome.FAILED, before.split)
+    worker = worker_of(engine)
+    for touch in (worker.wisp_pid, worker.wisp_check_integrity, lambda: worker.execute_model(None)):
+        with pytest.raises(IntegrityError, match="restarted: no permission"):
+            touch()
+    memory._failure = None  # no page was touched here
+    engine.check_integrity()
 
 
 def test_a_write_outside_the_backed_pages_is_found(engine: OfflineEngine) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from wisp_core.contracts import ReplicaSnapshot, ResizeOutcome, Signature, SplitPlan
 from wisp_core.engine.arguments import paged_engine_args
+from wisp_core.engine.control import CommandFailedError
 from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.openai_app import openai_app, serve_args
@@ -162,7 +163,7 @@ class WispEngine:
         await self._alive().control.check_integrity()
 
     async def heartbeat(self, timeout_s: float) -> None:
-        """Return when engine loop and worker answer. Raises EngineUnavailableError when dead or hung.
+        """Return when engine loop and worker answer. Raises EngineUnavailableError when dead, hung or of no more use.
 
         vLLM itself notices a process that died, not one that hangs; a step that runs longer than ``timeout_s`` looks
         like a hang.
@@ -173,6 +174,8 @@ class WispEngine:
                 await live.control.ping()
         except TimeoutError as error:
             raise EngineUnavailableError(f"the engine did not answer within {timeout_s:g} s") from error
+        except CommandFailedError as error:
+            raise EngineUnavailableError(f"the engine can run no step: {error}") from error
 
     async def restart(self) -> None:
         """Replace the engine by a new incarnation at its first split; running requests fail."""

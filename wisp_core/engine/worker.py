@@ -148,7 +148,8 @@ class WispWorkerMixin:
         )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one step, and tell whoever counts what it is."""
+        """Run one step, and tell whoever counts what it is. An error here ends the engine, and it is restarted."""
+        self._wisp_memory.check_usable()
         self._wisp_begin_step(scheduler_output)
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -218,7 +219,8 @@ class WispWorkerMixin:
         self._wisp_memory.check_integrity()
 
     def wisp_pid(self) -> int:
-        """Proves that the worker answers."""
+        """Proves that the worker answers, and that it can run steps."""
+        self._wisp_memory.check_usable()
         return os.getpid()
 
     # -- all experts fit ------------------------------------------------------------------------------------------
