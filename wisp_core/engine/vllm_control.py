@@ -22,8 +22,6 @@ from wisp_core.engine.reports import (
 )
 from wisp_core.errors import EngineUnavailableError, IntegrityError
 
-COMMAND_TIMEOUT_S = 60.0
-"""A command waits for the step that runs; one that waits longer than this waits for a hung engine."""
 DEATH_CHECK_PERIOD_S = 0.1
 
 
@@ -119,8 +117,14 @@ class VllmControl(ABC):
 class AsyncControl(VllmControl):
     """Over the processes of an AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, timeout_s: float = 60.0) -> None:
+        """A command waits for the step that runs; after ``timeout_s`` it waits for a hung engine."""
         self._llm = llm
+        self._timeout_s = timeout_s
+
+    async def ping(self) -> None:
+        """See `VllmControl`. Asked at once, both wait for the same step."""
+        await asyncio.gather(self._scheduler("ping"), self._worker("wisp_pid"))
 
     async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
         """See `EngineControl`. Asked at once, both are answered between the same two steps."""
@@ -130,11 +134,9 @@ class AsyncControl(VllmControl):
         """See `EngineControl`. Requests that wait in the queue go on waiting and are not what is waited for."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._llm.pause_generation(mode="wait", clear_cache=False)
+                await self._answer("drain", self._llm.pause_generation(mode="wait", clear_cache=False))
         except TimeoutError as error:
             raise DrainTimeoutError(f"requests still run after {timeout_s:g} s") from error
-        except EngineDeadError as error:
-            raise EngineUnavailableError("the engine is dead") from error
 
     async def resume(self) -> None:
         """See `EngineControl`."""
@@ -148,22 +150,23 @@ class AsyncControl(VllmControl):
 
     async def _call(self, name: str, call: Coroutine[Any, Any, Any]) -> Any:
         try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                return await self._unless_dead(asyncio.ensure_future(call))
+            async with asyncio.timeout(self._timeout_s):
+                return await self._answer(name, call)
         except TimeoutError as error:
-            raise EngineUnavailableError(f"{name}: no answer within {COMMAND_TIMEOUT_S:g} s") from error
-        except EngineDeadError as error:
-            raise EngineUnavailableError(f"{name}: the engine is dead") from error
-        except Exception as error:
-            raise CommandFailedError(f"{name}: {error}") from error
+            raise EngineUnavailableError(f"{name}: no answer within {self._timeout_s:g} s") from error
 
-    async def _unless_dead(self, answer: asyncio.Future[Any]) -> Any:
-        """The answer. Raises EngineDeadError: vLLM leaves whoever waits for an engine that dies meanwhile waiting."""
+    async def _answer(self, name: str, call: Coroutine[Any, Any, Any]) -> Any:
+        """The answer, however long it takes: vLLM leaves whoever waits for an engine that dies meanwhile waiting."""
+        answer = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({answer}, timeout=DEATH_CHECK_PERIOD_S))[0]:
                 if self._llm.errored:
                     raise EngineDeadError
             return answer.result()
+        except EngineDeadError as error:
+            raise EngineUnavailableError(f"{name}: the engine is dead") from error
+        except Exception as error:
+            raise CommandFailedError(f"{name}: {error}") from error
         finally:
             answer.cancel()
 
