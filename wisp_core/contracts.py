@@ -299,7 +299,9 @@ class ResizeOutcome(Contract):
     outcome: Outcome
     reason: str
     before: Split
-    after: Split
+    after: Split = Field(
+        description="Of an applied plan with more slots: as many of them as KV that was free pays for."
+    )
     policy: str = ""
     plan_reason: str = ""
     bytes_moved: int = 0

@@ -105,17 +105,18 @@ class FakeEngine:
     async def deflate(self) -> None:
         self.taken = set(range(1, 16))
 
-    async def take_groups(self, num_groups: int) -> TakeReport:
+    async def take_groups(self, counts: list[int]) -> TakeReport:
         self._run("take")
         free = [group for group in range(15, 0, -1) if group not in self.taken | self.busy]
-        usable_after = self.usable_blocks - 2 * num_groups
-        groups = free[:num_groups] if len(free) >= num_groups and usable_after >= self.floor_blocks else []
+        usable = self.usable_blocks
+        possible = [n for n in counts if n <= len(free) and usable - 2 * n >= self.floor_blocks]
+        groups = free[: possible[0] if possible else 0]
         self.taken.update(groups)
         return TakeReport(
             groups=tuple(groups),
             available_groups=len(free),
             floor_blocks=self.floor_blocks,
-            usable_after=usable_after,
+            usable_blocks=usable,
         )
 
     async def give_groups(self, groups: list[int]) -> None:

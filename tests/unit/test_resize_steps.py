@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE, FakeEngine
 
 from wisp_core.contracts import Barrier, Outcome, Split, SplitPlan
-from wisp_core.engine.resize_plan import Move, plan_move, steps_of
+from wisp_core.engine.resize_plan import Move, Refusal, plan_moves, steps_of
 from wisp_core.engine.resizer import Resizer
+from wisp_core.memory.balloon import usable_blocks
 
 FEW = Split(cap=2, kv_blocks=31)
 MANY = Split(cap=7, kv_blocks=11)
@@ -24,8 +25,13 @@ def splits(draw: st.DrawFn) -> Split:
 
 @given(before=splits(), target=splits(), step_pages=st.integers(1, 60))
 def test_steps_add_up_to_the_move_and_fit_the_budget_in_between(before: Split, target: Split, step_pages: int) -> None:
-    move = plan_move(LAYOUT, budget_bytes=BUDGET_BYTES, before=before, target=target, floor_blocks=0)
-    assert isinstance(move, Move)
+    moves = plan_moves(LAYOUT, budget_bytes=BUDGET_BYTES, before=before, target=target, floor_blocks=0)
+    assert not isinstance(moves, Refusal)
+    for move in moves:
+        check_steps(move, step_pages)
+
+
+def check_steps(move: Move, step_pages: int) -> None:
     steps = steps_of(move, LAYOUT, budget_bytes=BUDGET_BYTES, step_bytes=step_pages * PAGE)
     group_bytes = LAYOUT.kv_group_blocks * LAYOUT.block_bytes
     cap, groups = move.cap_before, move.groups_before
@@ -36,6 +42,25 @@ def test_steps_add_up_to_the_move_and_fit_the_budget_in_between(before: Split, t
         assert not (step.num_unmapped and step.num_mapped)
     assert (cap, groups) == (move.cap_after, move.groups_after)
     assert len(steps) <= max(1, -(-move.bytes_moved // (step_pages * PAGE)))
+
+
+@given(before=splits(), target=splits(), floor_blocks=st.integers(4, 31))
+def test_shorter_moves_pay_for_their_slots_above_the_floor(before: Split, target: Split, floor_blocks: int) -> None:
+    moves = plan_moves(LAYOUT, budget_bytes=BUDGET_BYTES, before=before, target=target, floor_blocks=floor_blocks)
+    if isinstance(moves, Refusal):
+        assert target.kv_blocks < before.kv_blocks
+        return
+    counts = [move.num_leaving for move in moves]
+    assert counts == sorted(set(counts), reverse=True)
+    for move in moves:
+        kv_blocks = usable_blocks(move.groups_after, LAYOUT.kv_group_blocks)
+        assert LAYOUT.pool_bytes(Split(cap=move.cap_after, kv_blocks=kv_blocks)) <= BUDGET_BYTES
+        assert not move.num_leaving or kv_blocks >= floor_blocks
+    for move in moves[1:]:
+        assert before.cap < move.cap_after < target.cap
+        assert move.num_leaving > 0
+        more = Split(cap=move.cap_after, kv_blocks=usable_blocks(move.groups_after + 1, LAYOUT.kv_group_blocks))
+        assert LAYOUT.pool_bytes(more) > BUDGET_BYTES, "no more is taken than the slots cost"
 
 
 async def stepping(step_bytes: int) -> tuple[FakeEngine, Resizer]:

@@ -183,13 +183,33 @@ async def test_a_second_resize_at_once_is_a_conflict() -> None:
     assert (await resizer.resize(plan(TO_KV, revision=2))).outcome is Outcome.APPLIED
 
 
+async def test_slots_follow_as_far_as_the_free_groups_pay_for_them() -> None:
+    engine, resizer = await started()
+    engine.busy = set(range(1, 9))  # three of the four groups are free, and a slot costs two
+    outcome = await resizer.resize(plan(TO_EXPERTS))
+    assert (outcome.outcome, outcome.before, outcome.after) == (Outcome.APPLIED, START, Split(cap=5, kv_blocks=19))
+    assert outcome.reason.endswith("; cap 6 needs more KV groups than turns leave free")
+    assert (engine.log, outcome.bytes_moved) == (["take", "unmap", "set_cap"], 4 * PAGE)
+    await engine.check_integrity()
+    engine.busy = set()
+    assert (await resizer.resize(plan(TO_EXPERTS))) == outcome, "it was answered"
+    assert (await resizer.resize(plan(TO_EXPERTS, revision=2))).after == TO_EXPERTS
+
+
+async def test_slots_follow_as_far_as_running_turns_leave_blocks() -> None:
+    engine, resizer = await started()
+    engine.floor_blocks = 17
+    outcome = await resizer.resize(plan(TO_EXPERTS))
+    assert (outcome.outcome, outcome.after) == (Outcome.APPLIED, Split(cap=5, kv_blocks=19))
+
+
 async def test_too_few_free_groups_defer_with_nothing_changed_and_the_revision_may_be_tried_again() -> None:
     engine, resizer = await started()
-    engine.busy = set(range(1, 10))
+    engine.busy = set(range(1, 11))
     before = engine.state()
     outcome = await resizer.resize(plan(TO_EXPERTS))
     assert outcome.outcome is Outcome.DEFERRED
-    assert "4 KV groups asked for, 2 are free" in outcome.reason
+    assert "4 KV groups asked for, 2 at the least, 1 are free" in outcome.reason
     assert engine.state() == before
     engine.busy = set()
     assert (await resizer.resize(plan(TO_EXPERTS))).outcome is Outcome.APPLIED
@@ -197,15 +217,15 @@ async def test_too_few_free_groups_defer_with_nothing_changed_and_the_revision_m
 
 async def test_running_turns_hold_a_shrink_back() -> None:
     engine, resizer = await started()
-    engine.floor_blocks = 17
+    engine.floor_blocks = 20
     outcome = await resizer.resize(plan(TO_EXPERTS))
     assert (outcome.outcome, engine.log) == (Outcome.DEFERRED, [])
-    assert "15 KV blocks are below the 17 that running turns need" in outcome.reason
+    assert "15 KV blocks are below the 20 that running turns need" in outcome.reason
 
 
 async def test_turns_admitted_between_the_decision_and_the_take_hold_it_back_too() -> None:
     engine, resizer = await started()
-    engine.floor_blocks = 17
+    engine.floor_blocks = 20
     report = await engine.scheduler_report()
 
     async def report_from_before() -> object:
@@ -272,9 +292,9 @@ async def test_it_says_that_it_drains_from_the_plan_s_acceptance_to_its_end() ->
     seen: list[bool] = []
     take = engine.take_groups
 
-    async def watched(num_groups: int) -> TakeReport:
+    async def watched(counts: list[int]) -> TakeReport:
         seen.append(resizer.is_draining)
-        return await take(num_groups)
+        return await take(counts)
 
     engine.take_groups = watched  # type: ignore[method-assign]
     assert (await drained(engine, resizer)).outcome is Outcome.APPLIED

@@ -66,8 +66,8 @@ class EngineControl(Protocol):
         """Take every free group but the null block's; only before the first request."""
         ...
 
-    async def take_groups(self, num_groups: int) -> TakeReport:
-        """Take free groups out of vLLM's pool, all or none."""
+    async def take_groups(self, counts: list[int]) -> TakeReport:
+        """Take as many free groups out of vLLM's pool as the first of ``counts`` that is possible; else none."""
         ...
 
     async def give_groups(self, groups: list[int]) -> None:

@@ -15,7 +15,8 @@ class TakeReport(Value):
     groups: tuple[int, ...]
     available_groups: int
     floor_blocks: int
-    usable_after: int
+    usable_blocks: int
+    """Before it."""
 
 
 class SchedulerReport(Value):

@@ -23,6 +23,11 @@ class Move:
         """Whether nothing changes."""
         return self.cap_before == self.cap_after and self.groups_before == self.groups_after
 
+    @property
+    def num_leaving(self) -> int:
+        """Groups that KV gives up."""
+        return max(0, self.groups_before - self.groups_after)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -41,12 +46,13 @@ class Refusal:
     reason: str
 
 
-def plan_move(
+def plan_moves(
     layout: MemoryLayout, *, budget_bytes: int, before: Split, target: Split, floor_blocks: int
-) -> Move | Refusal:
-    """Check ``target`` and say what to change.
+) -> list[Move] | Refusal:
+    """Check ``target`` and say what to change: the move there, then shorter ones for fewer free groups.
 
-    Blocks beyond the target's that share its last group become usable too, since their pages are paid.
+    Blocks beyond the target's that share its last group become usable too, since their pages are paid. Of a move that
+    turns KV into slots, a part is worth having: as many groups as pay for one slot more, or two, and so on.
 
     Args:
         layout: Sizes of the engine.
@@ -58,29 +64,40 @@ def plan_move(
     groups_before = groups_for_blocks(before.kv_blocks, layout.kv_group_blocks)
     groups_after = groups_for_blocks(target.kv_blocks, layout.kv_group_blocks)
     if before.cap == target.cap and groups_before == groups_after:
-        return Move(
-            cap_before=before.cap,
-            cap_after=before.cap,
-            groups_before=groups_before,
-            groups_after=groups_before,
-            bytes_moved=0,
-        )
+        return [_move(layout, before, groups_before, before.cap, groups_before)]
     usable_after = usable_blocks(groups_after, layout.kv_group_blocks)
     if reason := _impossible(layout, budget_bytes, target, usable_after):
         return Refusal(outcome=Outcome.FAILED, reason=reason)
-    if groups_after < groups_before and usable_after < floor_blocks:
+    moves = [_move(layout, before, groups_before, target.cap, groups_after)]
+    if groups_after < groups_before:
+        for cap in range(target.cap - 1, before.cap, -1):
+            groups = affordable_groups(layout, budget_bytes, cap)
+            if moves[-1].groups_after < groups < groups_before:
+                moves.append(_move(layout, before, groups_before, cap, groups))
+        moves = [move for move in moves if usable_blocks(move.groups_after, layout.kv_group_blocks) >= floor_blocks]
+    if not moves:
         return Refusal(
             outcome=Outcome.DEFERRED,
-            reason=f"{usable_after} KV blocks are below the {floor_blocks} that running turns need (κ_min)",
+            reason=f"{usable_after} KV blocks are below the {floor_blocks} that running turns need (κ_min), and no "
+            "move of fewer pays for a slot",
         )
+    return moves
+
+
+def affordable_groups(layout: MemoryLayout, budget_bytes: int, cap: int) -> int:
+    """KV groups, the null group counted, that the budget holds beside ``cap`` slots."""
+    return (budget_bytes - layout.experts_bytes_by_cap[cap]) // (layout.kv_group_blocks * layout.block_bytes)
+
+
+def _move(layout: MemoryLayout, before: Split, groups_before: int, cap_after: int, groups_after: int) -> Move:
     experts = layout.experts_bytes_by_cap
     kv_bytes = abs(groups_after - groups_before) * layout.kv_group_blocks * layout.block_bytes
     return Move(
         cap_before=before.cap,
-        cap_after=target.cap,
+        cap_after=cap_after,
         groups_before=groups_before,
         groups_after=groups_after,
-        bytes_moved=max(kv_bytes, abs(experts[target.cap] - experts[before.cap])),
+        bytes_moved=max(kv_bytes, abs(experts[cap_after] - experts[before.cap])),
     )
 
 
@@ -96,10 +113,8 @@ def steps_of(move: Move, layout: MemoryLayout, *, budget_bytes: int, step_bytes:
     for index in range(1, num_steps + 1):
         cap_then = move.cap_before + (move.cap_after - move.cap_before) * index // num_steps
         groups_then = move.groups_before + groups_change * index // num_steps
-        affordable = (budget_bytes - layout.experts_bytes_by_cap[cap_then]) // (
-            layout.kv_group_blocks * layout.block_bytes
-        )
-        groups_then = max(min(groups_then, affordable), min(move.groups_before, move.groups_after))
+        groups_then = min(groups_then, affordable_groups(layout, budget_bytes, cap_then))
+        groups_then = max(groups_then, min(move.groups_before, move.groups_after))
         if index == num_steps:
             cap_then, groups_then = move.cap_after, move.groups_after
         step = Step(num_unmapped=max(0, groups - groups_then), cap=cap_then, num_mapped=max(0, groups_then - groups))

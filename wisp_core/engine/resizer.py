@@ -16,7 +16,7 @@ from contextlib import suppress
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError, EngineControl
 from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport
-from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_move, steps_of
+from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_moves, steps_of
 from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
 
 _STEP_BYTES = 512 << 20
@@ -77,17 +77,18 @@ class Resizer:
         await self._control.deflate()
         scheduler, memory = await self._reports()
         before = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
-        move = self._plan(before, target, floor_blocks=self._facts.layout.longest_request_blocks)
-        if isinstance(move, Refusal):
-            raise CapacityError(f"initial split cap={target.cap} kv_blocks={target.kv_blocks}: {move.reason}")
-        await self._act(move, list(scheduler.taken_groups))
+        moves = self._plan(before, target, floor_blocks=self._facts.layout.longest_request_blocks)
+        if isinstance(moves, Refusal):
+            raise CapacityError(f"initial split cap={target.cap} kv_blocks={target.kv_blocks}: {moves.reason}")
+        await self._act(moves, list(scheduler.taken_groups))
         await self._refresh_split()
 
     async def resize(self, plan: SplitPlan) -> ResizeOutcome:
         """Put ``plan`` into effect or say why not.
 
         A revision that was applied or has failed is answered again without effect; one that was deferred, or met
-        another resize, is tried anew.
+        another resize, is tried anew. Where turns leave too few KV groups free, as many slots are applied as those pay
+        for; ``after`` says how many, and the rest is for a later plan.
         """
         if plan.incarnation != self._incarnation:
             reason = f"the plan is for incarnation {plan.incarnation}, this is {self._incarnation}"
@@ -117,13 +118,16 @@ class Resizer:
             is_drained = plan.barrier is Barrier.DRAINED
             # After a drain nothing runs, and the take itself checks the floor of whatever does.
             floor_blocks = self._facts.layout.longest_request_blocks if is_drained else scheduler.kv.floor_blocks
-            move = self._plan(before, plan.split, floor_blocks)
-            if isinstance(move, Refusal):
-                return self._outcome(plan, move.outcome, move.reason)
-            if move.is_hold:
+            moves = self._plan(before, plan.split, floor_blocks)
+            if isinstance(moves, Refusal):
+                return self._outcome(plan, moves.outcome, moves.reason)
+            if moves[0].is_hold:
                 return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split", memory, memory)
             taken = list(scheduler.taken_groups)
-            pause_s = await (self._act_drained(move, taken) if is_drained else self._act(move, taken))
+            if is_drained:
+                move, pause_s = await self._act_drained(moves, taken)
+            else:
+                move, pause_s = await self._act(moves, taken), None
             scheduler_after, memory_after = await self._reports()
         except _DeferredError as error:
             return self._outcome(plan, Outcome.DEFERRED, str(error))
@@ -131,13 +135,16 @@ class Resizer:
             await self._refresh_split()
             return self._outcome(plan, Outcome.FAILED, str(error))
         self.split = Split(cap=memory_after.cap, kv_blocks=scheduler_after.usable_blocks)
-        outcome = self._outcome(plan, Outcome.APPLIED, _describe(before, self.split), memory, memory_after)
+        reason = _describe(before, self.split)
+        if move.cap_after != plan.split.cap:
+            reason += f"; cap {plan.split.cap} needs more KV groups than turns leave free"
+        outcome = self._outcome(plan, Outcome.APPLIED, reason, memory, memory_after)
         if pause_s is None:
             pause_s = _command_seconds(scheduler_after, memory_after) - _command_seconds(scheduler, memory)
         return outcome.model_copy(update={"before": before, "bytes_moved": move.bytes_moved, "pause_ms": pause_s * 1e3})
 
-    def _plan(self, before: Split, target: Split, floor_blocks: int) -> Move | Refusal:
-        return plan_move(
+    def _plan(self, before: Split, target: Split, floor_blocks: int) -> list[Move] | Refusal:
+        return plan_moves(
             self._facts.layout,
             budget_bytes=self._facts.budget_bytes,
             before=before,
@@ -145,24 +152,25 @@ class Resizer:
             floor_blocks=floor_blocks,
         )
 
-    async def _act_drained(self, move: Move, taken: list[int]) -> float:
-        """`_act` while nothing runs; returns the time from the drained state to the end, in seconds."""
+    async def _act_drained(self, moves: list[Move], taken: list[int]) -> tuple[Move, float]:
+        """`_act` while nothing runs; also returns the time from the drained state to the end, in seconds."""
         try:
             try:
                 await self._control.drain(self._drain_timeout_s)
             except DrainTimeoutError as error:
                 raise _DeferredError(f"barrier drained: {error}") from error
             started_s = time.perf_counter()
-            await self._act(move, taken)
-            return time.perf_counter() - started_s
+            move = await self._act(moves, taken)
+            return move, time.perf_counter() - started_s
         finally:
             await self._control.resume()
 
-    async def _act(self, move: Move, taken: list[int]) -> None:
+    async def _act(self, moves: list[Move], taken: list[int]) -> Move:
+        """Make the first of ``moves`` for which there are groups, and return it."""
         budget_bytes, layout = self._facts.budget_bytes, self._facts.layout
         undos: list[Undo] = []
         try:
-            leaving = await self._take(move.groups_before - move.groups_after, undos)
+            move, leaving = await self._take(moves, undos)
             coming = taken[: max(0, move.groups_after - move.groups_before)]
             cap, num_mapped = move.cap_before, 0
             for step in steps_of(move, layout, budget_bytes=budget_bytes, step_bytes=self._step_bytes):
@@ -172,20 +180,22 @@ class Resizer:
                 await self._control.give_groups(coming)
         except CommandFailedError as error:
             raise CommandFailedError(f"{error}; {await _roll_back(undos)}") from error
+        return move
 
-    async def _take(self, num_groups: int, undos: list[Undo]) -> list[int]:
-        """Take groups out of vLLM's pool; none for a number that is not positive."""
-        if num_groups <= 0:
-            return []
-        take = await self._control.take_groups(num_groups)
+    async def _take(self, moves: list[Move], undos: list[Undo]) -> tuple[Move, list[int]]:
+        """Take groups out of vLLM's pool for the first of ``moves`` for which that is possible."""
+        if not moves[0].num_leaving:
+            return moves[0], []
+        counts = [move.num_leaving for move in moves]
+        take = await self._control.take_groups(counts)
         groups = list(take.groups)
         if not groups:
             raise _DeferredError(
-                f"{num_groups} KV groups asked for, {take.available_groups} are free; {take.usable_after} blocks would "
-                f"be left, running turns need {take.floor_blocks}"
+                f"{counts[0]} KV groups asked for, {counts[-1]} at the least, {take.available_groups} are free; turns "
+                f"that run need {take.floor_blocks} of the {take.usable_blocks} blocks"
             )
         undos.append(lambda: self._control.give_groups(groups))
-        return groups
+        return moves[counts.index(len(groups))], groups
 
     async def _act_step(
         self, step: Step, cap_before: int, leaving: list[int], coming: list[int], undos: list[Undo]

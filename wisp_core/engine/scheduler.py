@@ -76,17 +76,16 @@ class WispSchedulerMixin:
         self._wisp_balloon.take(groups)
         return groups
 
-    def _wisp_take(self, num_groups: int) -> dict[str, Any]:
-        """Take ``num_groups`` groups or none: none when fewer are free, or when the floor would be broken."""
+    def _wisp_take(self, counts: list[int]) -> dict[str, Any]:
+        """Take as many groups as the first of ``counts``, descending, for which so many are free above the floor."""
         balloon = self._wisp_balloon
         available = balloon.available_groups()
-        floor_blocks = self._wisp_meter.floor_blocks()
-        usable_after = balloon.usable_blocks - num_groups * balloon.group_blocks
-        is_possible = num_groups <= len(available) and usable_after >= floor_blocks
-        groups = available[:num_groups] if is_possible else []
+        floor_blocks, usable_blocks = self._wisp_meter.floor_blocks(), balloon.usable_blocks
+        most = min(len(available), max(0, usable_blocks - floor_blocks) // balloon.group_blocks)
+        groups = available[: next((count for count in counts if count <= most), 0)]
         balloon.take(groups)
         return TakeReport(
-            groups=groups, available_groups=len(available), floor_blocks=floor_blocks, usable_after=usable_after
+            groups=groups, available_groups=len(available), floor_blocks=floor_blocks, usable_blocks=usable_blocks
         ).model_dump()
 
     def _wisp_stat(self) -> dict[str, Any]:

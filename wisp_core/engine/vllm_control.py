@@ -80,9 +80,9 @@ class VllmControl(ABC):
         """See `EngineControl`."""
         await self._scheduler("deflate")
 
-    async def take_groups(self, num_groups: int) -> TakeReport:
+    async def take_groups(self, counts: list[int]) -> TakeReport:
         """See `EngineControl`."""
-        return TakeReport.model_validate(await self._scheduler("take", num_groups))
+        return TakeReport.model_validate(await self._scheduler("take", counts))
 
     async def give_groups(self, groups: list[int]) -> None:
         """See `EngineControl`."""
