@@ -83,7 +83,7 @@ class Ingress:
         admin = TenantAdmin(self._operator_store, directory, key_files)
         app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
         await directory.refresh()
-        self._server = PublicServer(app, take_listener(listener))
+        self._server = PublicServer(app, take_listener(listener), max_header_bytes=service.http.max_header_bytes)
         self._tasks = BackgroundTasks(
             http=self._server.run(), tenants=directory.refresh_forever(), leases=limiter.renew_forever()
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -55,9 +58,21 @@ class Named:
         await send({"type": "http.response.body", "body": self._name.encode()})
 
 
+class Reading(Named):
+    """Answers when the body has come."""
+
+    def __init__(self) -> None:
+        super().__init__("read")
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await super().__call__(scope, receive, send)
+
+
 @asynccontextmanager
 async def serving(listener: Listener, app: Any) -> AsyncIterator[PublicServer]:
-    public = PublicServer(app, take_listener(listener.path))
+    public = PublicServer(app, take_listener(listener.path), max_header_bytes=2000)
     task = asyncio.create_task(public.run())
     yield public
     await public.stop()
@@ -102,6 +117,86 @@ async def test_a_server_stops_after_its_last_answer(listener: Listener) -> None:
             await asyncio.sleep(0.05)
         answer = await asked
     assert (answer.text, answer.headers["connection"]) == ("whole", "close")
+
+
+_SERVER = """
+import asyncio, sys
+from services.ingress.listener import take_listener
+from services.ingress.server import PublicServer
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+    await send({"type": "http.response.body", "body": b"some", "more_body": True})
+    await asyncio.sleep(60)
+
+asyncio.run(PublicServer(app, take_listener(sys.argv[1]), max_header_bytes=2000).run())
+"""
+
+
+async def test_a_killed_server_takes_only_its_own_answers_with_it(listener: Listener) -> None:
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVER, listener.path)
+    async with httpx.AsyncClient(base_url=url_of(listener), timeout=20) as client:
+        async with client.stream("GET", "/") as begun:
+            assert begun.status_code == 200
+            killed.kill()
+            await killed.wait()
+            with pytest.raises(httpx.HTTPError):
+                await begun.aread()
+        asked = asyncio.create_task(client.get("/"))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        async with serving(listener, Named("next")):
+            assert (await asked).text == "next"
+
+
+def test_signals_stay_ray_s(listener: Listener) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def run() -> None:
+        async with serving(listener, Named("x")):
+            await asyncio.sleep(0.05)
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    asyncio.run(run())
+
+
+async def send_until_cut_off(listener: Listener, begin: bytes, piece: bytes, pause_s: float = 0.0) -> int:
+    """Bytes that a server took, at most 8 MiB, of a request that never ends."""
+    _, writer = await asyncio.open_connection("127.0.0.1", int(url_of(listener).rpartition(":")[2]))
+    sent = begin
+    num_bytes = 0
+    with contextlib.suppress(ConnectionError):
+        while num_bytes < 8 << 20:
+            writer.write(sent)
+            await writer.drain()
+            num_bytes += len(sent)
+            sent = piece
+            await asyncio.sleep(pause_s)
+    writer.close()
+    return num_bytes
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin", [b"GET / HTTP/1.1\r\nhost: x\r\n", b"GET /", CHUNKED], ids=["head", "path", "trailer"]
+)
+@pytest.mark.parametrize("piece", [b"x: " + b"a" * 997 + b"\r\n", b"a" * 1000], ids=["lines", "one line"])
+async def test_what_has_no_end_is_cut_off(listener: Listener, begin: bytes, piece: bytes) -> None:
+    async with serving(listener, Reading()):
+        num_bytes = await asyncio.wait_for(send_until_cut_off(listener, begin, piece), 20)
+    assert num_bytes < 4 << 20, "more than sockets' buffers hold"
+
+
+async def test_a_head_that_comes_too_slowly_is_cut_off(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(server, "SWEEP_S", 0.05)
+    async with serving(listener, Named("x", delay_s=0.6)):
+        dripping = asyncio.create_task(send_until_cut_off(listener, b"GET / HTTP/1.1\r\n", b"x: y\r\n", pause_s=0.02))
+        async with httpx.AsyncClient(base_url=url_of(listener)) as client:
+            assert (await client.get("/")).text == "x", "a request that is here may take its time"
+        assert await asyncio.wait_for(dripping, 5) < 2000, "not for its size"
 
 
 def test_a_closed_port_is_given_to_nobody() -> None:
