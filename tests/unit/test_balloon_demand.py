@@ -17,8 +17,15 @@ def meter(max_model_len: int = 320) -> DemandMeter:
     return DemandMeter(window_s=10.0, block_tokens=16, max_model_len=max_model_len)
 
 
-def test_nothing_known_means_all_that_a_turn_may_put_out() -> None:
+def test_nothing_known_means_all_that_a_turn_may_put_out_within_reason() -> None:
     assert OutputLengths().expect(turn(10, limit=100)) == 100
+    assert OutputLengths().expect(turn(10, limit=32_000)) == 512
+    assert OutputLengths().expect(turn(10, output=600, limit=32_000)) == 601
+
+
+def test_the_first_turns_without_a_limit_do_not_raise_the_floor() -> None:
+    running = [turn(500, output=3, limit=32_268, held=32)] * 4
+    assert meter(max_model_len=32_768).floor_blocks(4 * 32, running) == 32_768 // 16
 
 
 def test_expected_output_is_learnt_and_stays_within_the_turn_s_limit() -> None:

@@ -17,6 +17,10 @@ _FORGETTING = 0.9
 
 _LEAST_SHARE = 1e-3
 
+_UNKNOWN_OUTPUT_TOKENS = 512
+"""Expected of a turn as long as none has finished. Chat without a limit may fill the model's length: a few such turns,
+taken at their word, would drive the split to the smallest cap. Where they do write more, vLLM preempts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
@@ -49,11 +53,13 @@ class OutputLengths:
         self._means = _faded(self._means, seen)
 
     def expect(self, turn: Turn) -> int:
-        """Tokens that ``turn`` will have put out at its end; all it may, as long as no turn has finished."""
+        """Tokens that ``turn`` will have put out at its end."""
         if self._means is None:
-            return turn.max_output_tokens
-        is_limit_better = self._errors[1] < self._errors[0]
-        tokens = self._means[1] * turn.max_output_tokens if is_limit_better else self._means[0]
+            tokens: float = _UNKNOWN_OUTPUT_TOKENS
+        elif self._errors[1] < self._errors[0]:
+            tokens = self._means[1] * turn.max_output_tokens
+        else:
+            tokens = self._means[0]
         return min(turn.max_output_tokens, max(round(tokens), turn.output_tokens + 1))
 
 
