@@ -12,17 +12,18 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from loadtests.bench import configs, options, plan, report, summary
+from loadtests.bench import columns, configs, options, plan, report, summary
 from loadtests.bench import prefetch as prefetching
 from loadtests.bench.online import cli as of_a_service
 from loadtests.bench.runner import Measured, run_jobs
-from services.environment import prepare_driver
+from loadtests.bench.service import service
 from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 app.command()(of_a_service.online)
 app.command()(of_a_service.balloon)
+app.command()(service)
 
 Config = TypeVar(
     "Config",
@@ -47,71 +48,6 @@ HostMemory = Annotated[
 ]
 Deadline = Annotated[float | None, typer.Option(help="Seconds after which the run ends with what it has.")]
 
-_DECODE_COLUMNS = (
-    "mode",
-    "batch",
-    "cap",
-    "ms_per_step",
-    "ms_per_step_p10",
-    "ms_per_step_p90",
-    "missed_bytes_per_step",
-    "link_bytes_per_s",
-    "peak_gpu_bytes",
-    "offloaded_bytes",
-    "output_hash",
-)
-_PREFILL_COLUMNS = (
-    "mode",
-    "batch",
-    "cap",
-    "prompt_tokens",
-    "chunk_tokens",
-    "first_token_ms",
-    "last_first_token_ms",
-    "missed_bytes",
-    "peak_gpu_bytes",
-    "offloaded_bytes",
-    "output_hash",
-)
-_PREFETCH_COLUMNS = (
-    "mode",
-    "prefetch",
-    "cap",
-    "batch",
-    "ms_per_step",
-    "missed_bytes_per_step",
-    "prefetched_bytes",
-    "prefetch_used_bytes",
-    "prefetch_wasted_bytes",
-    "output_hash",
-)
-_RESIZE_COLUMNS = ("mode", "direction", "cap_before", "cap", "outcome", "bytes_moved", "pause_ms", "is_answer_equal")
-_RETURN_COLUMNS = (
-    "mode",
-    "new_tokens",
-    "cached_tokens",
-    "first_token_ms",
-    "first_token_ms_min",
-    "first_token_ms_max",
-    "missed_bytes",
-    "fetch_bytes_per_s",
-)
-_BUDGET_COLUMNS = (
-    "measure",
-    "budget_bytes",
-    "cap",
-    "batch",
-    "prompt_tokens",
-    "ms_per_step",
-    "last_first_token_ms",
-    "planned_ms",
-    "planned_over_measured",
-    "peak_gpu_bytes",
-    "is_within_budget",
-    "is_layout_as_planned",
-)
-_IDENTITY_COLUMNS = ("mode", "has_graphs", "is_resized", "cap", "prompts", "output_hash")
-
 
 @app.command()
 def decode(
@@ -128,17 +64,15 @@ def decode(
 ) -> None:
     """Time per decode step: all experts resident, paged at each cap, and vLLM's own offloaders."""
     config = configs.decode_h200() if configs.is_gpu_machine() else configs.decode_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing, host_memory_gb)}
-    if cap is not None:
-        changes["fractions"] = options.floats(cap)
-    if batch is not None:
-        changes["batches"] = options.integers(batch)
-    if baselines is not None:
-        changes["baselines"] = options.baselines(baselines)
-    if timed_tokens is not None:
-        changes["timed_tokens"] = timed_tokens
-    config = dataclasses.replace(config, **changes)
-    _run(config, plan.decode_jobs, summary.decode_summary, _DECODE_COLUMNS, output, log_dir, deadline_s)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, routing, host_memory_gb),
+        fractions=options.given(options.floats, cap),
+        batches=options.given(options.integers, batch),
+        baselines=options.given(options.baselines, baselines),
+        timed_tokens=timed_tokens,
+    )
+    _run(config, plan.decode_jobs, summary.decode_summary, columns.DECODE, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -157,16 +91,16 @@ def prefill(
 ) -> None:
     """Time to first token by prompt length, prompts at once and tokens per pass."""
     config = configs.prefill_h200() if configs.is_gpu_machine() else configs.prefill_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, routing, host_memory_gb)}
-    if cap is not None:
-        changes["fraction"] = cap
-    if modes is not None:
-        changes["modes"] = options.modes(modes)
-    for name, text in (("batches", batch), ("prompt_tokens", prompt_tokens), ("chunk_tokens", chunk_tokens)):
-        if text is not None:
-            changes[name] = options.integers(text)
-    config = dataclasses.replace(config, **changes)
-    _run(config, plan.prefill_jobs, summary.prefill_summary, _PREFILL_COLUMNS, output, log_dir, deadline_s)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, routing, host_memory_gb),
+        fraction=cap,
+        modes=options.given(options.modes, modes),
+        batches=options.given(options.integers, batch),
+        prompt_tokens=options.given(options.integers, prompt_tokens),
+        chunk_tokens=options.given(options.integers, chunk_tokens),
+    )
+    _run(config, plan.prefill_jobs, summary.prefill_summary, columns.PREFILL, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -185,20 +119,17 @@ def latency(
     is_gpu = configs.is_gpu_machine()
     decode_config = configs.decode_h200() if is_gpu else configs.decode_cpu()
     prefill_config = configs.prefill_h200() if is_gpu else configs.prefill_cpu()
-    engine = _engine(decode_config.engine, model, "trace", host_memory_gb)
-    changes: dict[str, Any] = {"engine": engine}
-    if cap is not None:
-        changes["fractions"] = options.floats(cap)
-    if baselines is not None:
-        changes["baselines"] = options.baselines(baselines)
-    decode_config = dataclasses.replace(decode_config, **changes)
+    decode_config = _changed(
+        decode_config,
+        engine=_engine(decode_config.engine, model, "trace", host_memory_gb),
+        fractions=options.given(options.floats, cap),
+        baselines=options.given(options.baselines, baselines),
+    )
     engine = _engine(prefill_config.engine, model, "trace", host_memory_gb)
-    prefill_config = dataclasses.replace(prefill_config, engine=engine)
-    if prompts is not None:
-        prefill_config = dataclasses.replace(prefill_config, modes=options.modes(prompts))
+    prefill_config = _changed(prefill_config, engine=engine, modes=options.given(options.modes, prompts))
     parts = (
-        (decode_config, summary.decode_summary, _DECODE_COLUMNS),
-        (prefill_config, summary.prefill_summary, _PREFILL_COLUMNS),
+        (decode_config, summary.decode_summary, columns.DECODE),
+        (prefill_config, summary.prefill_summary, columns.PREFILL),
     )
     directory = (output or report.RESULTS).resolve()
     command = report.command_line()
@@ -215,12 +146,12 @@ def latency(
 
     with tempfile.TemporaryDirectory() as scratch:
         jobs = plan.latency_jobs(decode_config, prefill_config, plan.find_model(engine.model, Path(scratch)))
-        if only is not None:
-            jobs = [one for mode in options.modes(only) for one in jobs if one[1].engine.mode == mode]
+        if (named := options.given(options.modes, only)) is not None:
+            jobs = [one for mode in named for one in jobs if one[1].engine.mode == mode]
         measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
-    for config, summarize, columns in parts:
+    for config, summarize, shown in parts:
         mine = own(measured, config.name)
-        report.print_table(f"{config.name}: {engine.model}", mine.rows, columns)
+        report.print_table(f"{config.name}: {engine.model}", mine.rows, shown)
         path = directory / f"{config.name}-{engine.device}.json"
         typer.echo(report.last_line(config, path, mine, summarize(mine.rows)))
     if all("error" in row for row in measured.rows):
@@ -241,12 +172,13 @@ def budget(
     if not configs.is_gpu_machine():
         raise ConfigurationError("`wisp bench budget` needs a GPU")
     config = configs.budget_h200()
-    config = dataclasses.replace(config, engine=_engine(config.engine, model, routing, host_memory_gb))
-    if vram_budget_gb is not None:
-        config = dataclasses.replace(
-            config, budgets_bytes=tuple(int(gb * 1e9) for gb in options.floats(vram_budget_gb))
-        )
-    _run(config, plan.budget_jobs, summary.budget_summary, _BUDGET_COLUMNS, output, log_dir, deadline_s)
+    budgets_gb = options.given(options.floats, vram_budget_gb)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, routing, host_memory_gb),
+        budgets_bytes=None if budgets_gb is None else tuple(int(gb * 1e9) for gb in budgets_gb),
+    )
+    _run(config, plan.budget_jobs, summary.budget_summary, columns.BUDGET, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -261,8 +193,8 @@ def identity(
     if not configs.is_gpu_machine():
         raise ConfigurationError("`wisp bench identity` needs a GPU; on a CPU, tests/engine/test_paged_identity.py")
     config = configs.identity_h200()
-    config = dataclasses.replace(config, engine=_engine(config.engine, model, "real", host_memory_gb))
-    _run(config, plan.identity_jobs, summary.identity_summary, _IDENTITY_COLUMNS, output, log_dir, deadline_s)
+    config = _changed(config, engine=_engine(config.engine, model, "real", host_memory_gb))
+    _run(config, plan.identity_jobs, summary.identity_summary, columns.IDENTITY, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -279,17 +211,15 @@ def resize(
 ) -> None:
     """Pause of the engine while memory moves between experts and KV, in both directions."""
     config = configs.resize_h200() if configs.is_gpu_machine() else configs.resize_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real", host_memory_gb)}
-    if vram_budget_gb is not None:
-        changes["budget_bytes"] = int(vram_budget_gb * 1e9)
-    if step_mib is not None:
-        changes["step_bytes"] = int(step_mib * 2**20)
-    if resizes is not None:
-        changes["resizes"] = resizes
-    if traffic is not None:
-        changes["resizes_under_traffic"] = traffic
-    config = dataclasses.replace(config, **changes)
-    _run(config, plan.resize_jobs, summary.resize_summary, _RESIZE_COLUMNS, output, log_dir, deadline_s)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, "real", host_memory_gb),
+        budget_bytes=options.bytes_of(vram_budget_gb, 1e9),
+        step_bytes=options.bytes_of(step_mib, 2**20),
+        resizes=resizes,
+        resizes_under_traffic=traffic,
+    )
+    _run(config, plan.resize_jobs, summary.resize_summary, columns.RESIZE, output, log_dir, deadline_s)
 
 
 @app.command("return")
@@ -306,16 +236,15 @@ def session_return(
 ) -> None:
     """Time to the first token of a session that returns: prefix on the device, fetched from host memory, computed."""
     config = configs.return_h200() if configs.is_gpu_machine() else configs.return_cpu()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "real", host_memory_gb)}
-    if vram_budget_gb is not None:
-        changes["budget_bytes"] = int(vram_budget_gb * 1e9)
-    if new_tokens is not None:
-        changes["new_tokens"] = options.integers(new_tokens)
-    for name, number in (("prompt_tokens", prompt_tokens), ("repeats", repeats)):
-        if number is not None:
-            changes[name] = number
-    config = dataclasses.replace(config, **changes)
-    _run(config, plan.return_jobs, summary.return_summary, _RETURN_COLUMNS, output, log_dir, deadline_s)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, "real", host_memory_gb),
+        budget_bytes=options.bytes_of(vram_budget_gb, 1e9),
+        new_tokens=options.given(options.integers, new_tokens),
+        prompt_tokens=prompt_tokens,
+        repeats=repeats,
+    )
+    _run(config, plan.return_jobs, summary.return_summary, columns.RETURN, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -335,47 +264,20 @@ def prefetch(
             "prefetch runs beside computation, which needs a GPU: there is nothing to compare here"
         )
     config = prefetching.prefetch_h200()
-    changes: dict[str, Any] = {"engine": _engine(config.engine, model, "trace", host_memory_gb)}
-    for name, text in (("caps", caps), ("batches", batch), ("guesses", guesses)):
-        if text is not None:
-            changes[name] = options.integers(text)
-    config = dataclasses.replace(config, **changes)
+    config = _changed(
+        config,
+        engine=_engine(config.engine, model, "trace", host_memory_gb),
+        caps=options.given(options.integers, caps),
+        batches=options.given(options.integers, batch),
+        guesses=options.given(options.integers, guesses),
+    )
     with tempfile.TemporaryDirectory() as scratch:
         concurrency = prefetching.concurrency_by_cap(config, plan.find_model(config.concurrency_model, Path(scratch)))
 
     def summarize(rows: Sequence[report.Row]) -> dict[str, Any]:
         return prefetching.prefetch_summary(config, rows) | {"concurrency": concurrency}
 
-    _run(config, prefetching.prefetch_jobs, summarize, _PREFETCH_COLUMNS, output, log_dir, deadline_s)
-
-
-@app.command()
-def service(
-    config: Annotated[Path, typer.Option(help="The service's YAML file, such as infra/serve/gpu.yaml.")],
-    model: Annotated[str | None, typer.Option(help="Instead of its model: a checkpoint, 'tiny', or a shape.")] = None,
-    users: Annotated[int, typer.Option(min=1, help="Agent sessions at once.")] = 8,
-    run_time: Annotated[str, typer.Option(help="As Locust takes it, such as 5m.")] = "5m",
-    samples: Annotated[int, typer.Option(min=1, help="Prompts to compare with an engine that holds all experts.")] = 24,
-    kill_engine: Annotated[bool, typer.Option(help="Kill one engine and time its restart.")] = True,
-    phase_s: Annotated[float, typer.Option(help="Length of phases of bursts and of long documents; 0: mixed.")] = 0.0,
-    long_words: Annotated[int, typer.Option(min=1, help="Words of a long document.")] = 1500,
-    output: Output = None,
-) -> None:
-    """A whole service under load: budget from outside, an engine killed, every token compared."""
-    prepare_driver()  # before Ray is imported
-    # Needs Ray, Locust and Valkey, which the other benchmarks run without.
-    from loadtests.service.command import measure_service
-    from loadtests.service.run import ServiceRun
-
-    run = ServiceRun(
-        users=users,
-        run_time=run_time,
-        num_samples=samples,
-        is_engine_killed=kill_engine,
-        phase_s=phase_s,
-        long_words=long_words,
-    )
-    raise typer.Exit(measure_service(config, model, run, output))
+    _run(config, prefetching.prefetch_jobs, summarize, columns.PREFETCH, output, log_dir, deadline_s)
 
 
 @app.command()
@@ -402,7 +304,7 @@ def _run(
     config: Config,
     make_jobs: Callable[[Config, plan.Model], list[plan.NamedJob]],
     summarize: Callable[[Sequence[report.Row]], dict[str, Any]],
-    columns: Sequence[str],
+    shown: Sequence[str],
     output: Path | None,
     log_dir: Path | None,
     deadline_s: float | None,
@@ -417,10 +319,15 @@ def _run(
     with tempfile.TemporaryDirectory() as scratch:
         jobs = make_jobs(config, plan.find_model(config.engine.model, Path(scratch)))
         measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
-    report.print_table(f"{config.name}: {config.engine.model}", measured.rows, columns)
+    report.print_table(f"{config.name}: {config.engine.model}", measured.rows, shown)
     typer.echo(report.last_line(config, path, measured, summarize(measured.rows)))
     if all("error" in row for row in measured.rows):
         raise typer.Exit(1)
+
+
+def _changed(config: Config, **fields: Any) -> Config:
+    """``config`` with those fields whose option was given."""
+    return dataclasses.replace(config, **{name: value for name, value in fields.items() if value is not None})
 
 
 def _say(text: str) -> None:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from loadtests.bench.modes import Mode
 from wisp_core.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def given(parse: Callable[[str], T], text: str | None) -> T | None:
+    """The value of an option that may be missing. Raises what ``parse`` does."""
+    return None if text is None else parse(text)
+
+
+def bytes_of(number: float | None, unit_bytes: float) -> int | None:
+    """Bytes of an option that counts in another unit and may be missing."""
+    return None if number is None else int(number * unit_bytes)
 
 
 def mode(name: str) -> Mode:
