@@ -287,7 +287,7 @@ def pager_overhead(output: Output = None) -> None:
         decode(cap="1.0", baselines="none", output=output)
         return
     path = output or report.result_path("pager-overhead", "cuda")
-    command = [sys.executable, "-m", "wisp_core.pager.device.benchmark", "--output", str(path)]
+    command = [sys.executable, "-m", "loadtests.bench.child.pager_overhead", "--output", str(path)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

@@ -1,11 +1,9 @@
 """What paging itself costs on this GPU, without a model: link, gather, plan, resize.
 
-    python -m wisp_core.pager.device.benchmark --output loadtests/results/device-pager-overhead-h200.json
+    python -m loadtests.bench.child.pager_overhead --output loadtests/results/device-pager-overhead-h200.json
 
 Each figure is the median of repeated runs, timed by device events, with the least and the largest. The link is a
-page-locked copy measured in the same process. Routing comes from a seeded trace: 46 % of a request's experts repeat
-from one step to the next, the rest are Zipf-distributed (s = 1.0) over a mixture of a shared and a per-request order
-of the experts.
+page-locked copy measured in the same process, the routing a seeded trace.
 """
 
 from __future__ import annotations
@@ -14,20 +12,22 @@ import argparse
 import json
 import math
 import mmap
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 
+from loadtests.bench.child.hardware import hardware, versions
+from loadtests.bench.child.link import measure_link_bytes_per_s
+from loadtests.routing_trace import TraceConfig, routing_trace
+from loadtests.shapes import SHAPES, Shape
 from wisp_core.memory.cuda_vmm import CudaBacking
 from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
@@ -36,43 +36,6 @@ from wisp_core.pager.device.state import DeviceState, Header, Lists
 
 Row = dict[str, Any]
 DEVICE = "cuda"
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Expert part of a model."""
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    w13: tuple[int, int]
-    w2: tuple[int, int]
-
-
-SHAPES = {"qwen3-30b-a3b": Shape(num_layers=48, num_experts=128, top_k=8, w13=(1536, 2048), w2=(2048, 768))}
-
-
-def routing_trace(shape: Shape, batch: int, num_steps: int, seed: int) -> npt.NDArray[np.int32]:
-    """Routed ids of a decode, [num_steps, num_layers, batch, top_k]."""
-    rng = np.random.default_rng(seed)
-    num_experts, top_k = shape.num_experts, shape.top_k
-    weights = 1.0 / np.arange(1, num_experts + 1)
-    trace = np.empty((num_steps, shape.num_layers, batch, top_k), dtype=np.int32)
-    for layer in range(shape.num_layers):
-        shared = rng.permutation(num_experts)
-        for request in range(batch):
-            preference = np.zeros(num_experts)
-            preference[shared] += weights / 2
-            preference[rng.permutation(num_experts)] += weights / 2
-            ids = np.empty(0, dtype=np.int64)
-            for step in range(num_steps):
-                ids = ids[rng.random(len(ids)) < 0.46]
-                # The largest of weight / exponential noise are a weighted draw without replacement.
-                keys = preference / rng.exponential(size=num_experts)
-                keys[ids] = 0.0
-                ids = np.concatenate((ids, np.argsort(-keys)[: top_k - len(ids)]))
-                trace[step, layer, request] = ids
-    return trace
 
 
 def event_times_s(
@@ -112,8 +75,10 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor:
 def host_experts(shape: Shape) -> list[torch.Tensor]:
     """Random weights of one layer, page-aligned and page-locked."""
     experts = []
-    for part in (shape.w13, shape.w2):
-        size = (shape.num_experts, *part)
+    for size in (
+        (shape.experts, 2 * shape.moe_intermediate, shape.hidden),
+        (shape.experts, shape.hidden, shape.moe_intermediate),
+    ):
         pages = mmap.mmap(-1, math.prod(size) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         weights = torch.frombuffer(pages, dtype=torch.int16).view(size)
         weights.copy_(torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=DEVICE))
@@ -121,12 +86,17 @@ def host_experts(shape: Shape) -> list[torch.Tensor]:
     return experts
 
 
-def measure_link(experts: list[torch.Tensor]) -> float:
-    """Bytes per second of a page-locked copy of 256 MiB or more."""
-    source = experts[0]
-    target = torch.empty_like(source, device=DEVICE)
-    times = event_times_s(lambda: target.copy_(source, non_blocking=True), 10)
-    return float(source.nbytes / statistics.median(times))
+def decode_trace(shape: Shape, batch: int, num_steps: int) -> npt.NDArray[np.int32]:
+    """Routed ids of a decode, [num_steps, layers, batch, top_k]."""
+    config = TraceConfig(
+        sessions=batch,
+        positions=num_steps,
+        layers=shape.layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        seed=batch,
+    )
+    return np.ascontiguousarray(routing_trace(config).transpose(2, 0, 1, 3), dtype=np.int32)
 
 
 def list_copies(state: DeviceState, num_copies: int) -> None:
@@ -157,7 +127,7 @@ def time_in_graph(gather: Gather, state: DeviceState) -> Row:
 
 def measure_gather(shape: Shape, experts: list[torch.Tensor], link_bytes_per_s: float) -> list[Row]:
     """Speed of the gather kernel by its launch, and by how many experts are missing."""
-    state = DeviceState(1, shape.num_experts, shape.num_experts, DEVICE)
+    state = DeviceState(1, shape.experts, shape.experts, DEVICE)
     slots = [torch.empty_like(weights, device=DEVICE) for weights in experts]
     launches = [(programs, 32, 8) for programs in (4, 8, 16, 32, 64)]
     launches += [(16, 16, 8), (16, 64, 8), (16, 32, 4), (16, 32, 16)]
@@ -192,7 +162,7 @@ def measure_gather(shape: Shape, experts: list[torch.Tensor], link_bytes_per_s: 
 def measure_plan(shape: Shape) -> list[Row]:
     """Microseconds per layer of the plan alone, and of plan and gather when nothing is missing, inside a graph."""
     rows = []
-    for num_experts in (shape.num_experts, 512):
+    for num_experts in (shape.experts, 512):
         for batch in (1, 4, 8, 32):
             for warps in (2, 4, 8):
                 for cap in (num_experts, num_experts // 4):
@@ -201,9 +171,9 @@ def measure_plan(shape: Shape) -> list[Row]:
 
 
 def _plan_row(shape: Shape, num_experts: int, batch: int, warps: int, cap: int) -> Row:
-    state = DeviceState(shape.num_layers, num_experts, cap, DEVICE)
+    state = DeviceState(shape.layers, num_experts, cap, DEVICE)
     rng = np.random.default_rng(0)
-    order = np.argsort(rng.random((2, shape.num_layers, batch, num_experts)), axis=-1)[..., : shape.top_k]
+    order = np.argsort(rng.random((2, shape.layers, batch, num_experts)), axis=-1)[..., : shape.top_k]
     ids = torch.from_numpy(np.ascontiguousarray(order, dtype=np.int32)).to(DEVICE)
     slot_ids = torch.empty_like(ids)
     tiny = torch.zeros(num_experts, 16, dtype=torch.uint8, device=DEVICE)
@@ -211,7 +181,7 @@ def _plan_row(shape: Shape, num_experts: int, batch: int, warps: int, cap: int) 
 
     def plan_all(with_gather: bool) -> None:
         for turn in range(2):  # two inputs in turn, so that a small cap misses each time
-            for index in range(shape.num_layers):
+            for index in range(shape.layers):
                 layer = state.layer(index)
                 plan_step(
                     layer,
@@ -222,7 +192,7 @@ def _plan_row(shape: Shape, num_experts: int, batch: int, warps: int, cap: int) 
                     num_warps=warps,
                 )
 
-    plans = 2 * shape.num_layers
+    plans = 2 * shape.layers
     row: Row = {"measure": "plan", "num_experts": num_experts, "batch": batch, "num_warps": warps, "cap": cap}
     row |= spread_us(event_times_s(captured(lambda: plan_all(False)).replay, 10), plans)
     if cap == num_experts:
@@ -234,12 +204,12 @@ def _plan_row(shape: Shape, num_experts: int, batch: int, warps: int, cap: int) 
 def measure_steps(shape: Shape, experts: list[torch.Tensor], link_bytes_per_s: float) -> list[Row]:
     """Whole paging of decode steps in one graph, all layers, against missed bytes over the link."""
     rows = []
-    for batch, cap in ((1, 16), (1, 32), (1, 64), (4, 32), (4, 64), (8, 64), (1, shape.num_experts)):
-        slots = [[torch.empty_like(w[:cap], device=DEVICE) for w in experts] for _ in range(shape.num_layers)]
-        state = DeviceState(shape.num_layers, shape.num_experts, cap, DEVICE)
-        layers = [state.layer(index) for index in range(shape.num_layers)]
+    for batch, cap in ((1, 16), (1, 32), (1, 64), (4, 32), (4, 64), (8, 64), (1, shape.experts)):
+        slots = [[torch.empty_like(w[:cap], device=DEVICE) for w in experts] for _ in range(shape.layers)]
+        state = DeviceState(shape.layers, shape.experts, cap, DEVICE)
+        layers = [state.layer(index) for index in range(shape.layers)]
         gathers = [Gather(experts, layer_slots, DEVICE) for layer_slots in slots]
-        trace = torch.from_numpy(routing_trace(shape, batch, 102, seed=batch)).to(DEVICE)
+        trace = torch.from_numpy(decode_trace(shape, batch, 102)).to(DEVICE)
         ids = trace[0].clone()
         slot_ids = torch.empty_like(ids)
 
@@ -282,7 +252,7 @@ def measure_resize(shape: Shape) -> list[Row]:
     for page_granules in (1, 2, 4):
         for has_filler in (False, True):
             rows += _move_rows(CudaBacking(DEVICE, has_filler=has_filler, page_granules=page_granules), has_filler)
-    state = DeviceState(shape.num_layers, shape.num_experts, 64, DEVICE)
+    state = DeviceState(shape.layers, shape.experts, 64, DEVICE)
     rows.append(
         {"measure": "plan of a cap change, all layers", **spread_us(event_times_s(lambda: set_cap(state, 32), 10))}
     )
@@ -343,20 +313,15 @@ def main() -> None:
     shape = SHAPES[args.model]
     torch.manual_seed(0)
     experts = host_experts(shape)
-    link_bytes_per_s = measure_link(experts)
+    link_bytes_per_s, _ = measure_link_bytes_per_s()
     rows = measure_resize(shape) + measure_gather(shape, experts, link_bytes_per_s) + measure_plan(shape)
     rows += measure_steps(shape, experts, link_bytes_per_s)
     result = {
         "benchmark": "pager-overhead",
-        "hardware": {
-            "gpu": torch.cuda.get_device_name(),
-            "gpu_bytes": torch.cuda.mem_get_info()[1],
-            "cpu_cores": os.cpu_count(),
-            "link_bytes_per_s": link_bytes_per_s,
-        },
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "command": " ".join(["python -m wisp_core.pager.device.benchmark", *sys.argv[1:]]),
-        "config": {"model": args.model, **asdict(shape), "dtype": "bfloat16"},
+        "hardware": hardware() | {"link_bytes_per_s": link_bytes_per_s},
+        "versions": versions(),
+        "command": " ".join(["python -m loadtests.bench.child.pager_overhead", *sys.argv[1:]]),
+        "config": {"model": args.model, **asdict(shape)},
         "rows": rows,
         "summary": summarize(rows, link_bytes_per_s),
     }
