@@ -344,6 +344,24 @@ async def test_while_redis_hangs_few_calls_pay_the_timeout(valkey) -> None:
     await store.close()
 
 
+async def test_a_turn_that_a_slow_server_records_is_recorded_once(valkey) -> None:
+    store = open_redis_store(valkey, timeout_s=0.2)
+    await store.record_turn(TurnRecord(session_key="t/u/s", replica_id="r1"))
+    valkey.pause()
+    recording = asyncio.create_task(store.record_turn(TurnRecord(session_key="t/u/s", replica_id="r1")))
+    await asyncio.sleep(0.3)
+    valkey.resume()
+    with pytest.raises(StoreUnavailableError) as caught:
+        await recording
+    assert caught.value.may_have_run
+    with pytest.raises(StoreUnavailableError) as refused:
+        await store.list_turns(9)
+    assert not refused.value.may_have_run, "the breaker is open"
+    await asyncio.sleep(0.6)
+    assert len(await store.list_turns(9)) == 2
+    await store.close()
+
+
 async def test_watching_outlives_a_restart_with_empty_data(valkey) -> None:
     store = open_redis_store(valkey)
     watcher = store.watch_plans("r1", period_s=0.2)

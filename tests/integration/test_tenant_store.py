@@ -128,7 +128,7 @@ async def test_a_turn_that_asks_again_is_admitted_once(store: Store) -> None:
     assert (await store.admit(turn("c", 290), now_s)).allowed
 
 
-async def test_a_turn_that_the_store_admits_too_late_is_not_refused_by_itself(valkey: ValkeyProcess) -> None:
+async def test_a_turn_that_a_slow_store_admits_is_not_refused_by_itself(valkey: ValkeyProcess) -> None:
     store = open_redis_store(valkey, timeout_s=0.2)
     await store.ping()
     one_at_once = tenant("t").model_copy(update={"max_concurrent_turns": 1})
@@ -138,10 +138,10 @@ async def test_a_turn_that_the_store_admits_too_late_is_not_refused_by_itself(va
     await asyncio.sleep(0.3)
     valkey.resume()
     await admitting
+    assert not limiter._fallback._turns, "the second try was answered"
     client, keys = valkey.client(), k.Keys("test")
     assert client.zrange(keys.turns("t"), 0, -1) == ["a"]
     assert float(client.get(keys.limit("t", "requests"))) - time.time() <= 20, "charged for one request of three"
-    await asyncio.sleep(0.5)  # Until the breaker lets a call through.
     await limiter.settle("a", 300)
     assert client.zcard(keys.turns("t")) == 0
     await limiter.admit(one_at_once, "b", 300)

@@ -1,7 +1,7 @@
 """The one connection pool of a store: timeouts, a breaker, and every Redis error as StoreUnavailableError.
 
-Nothing is sent twice: after a timeout or a lost connection nobody knows whether a command has run. A pooled connection
-that ended while idle is noticed, and replaced, before a command goes out.
+After a timeout or a lost connection nobody knows whether a command has run: only scripts that may run twice are sent
+again. A pooled connection that ended while idle is noticed, and replaced, before a command goes out.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.breaker import CircuitBreaker
+from wisp_core.store.scripts import REPEATABLE
 
 logger = logging.getLogger(__name__)
 
 TOLD_AGAIN_S = 60.0
 """A failure for the same reason is logged again after this."""
-FAILURES = (RedisError, OSError, RuntimeError)
+FAILURES = (exceptions.RedisError, OSError, RuntimeError)
 """What redis-py raises when Redis goes away. A RuntimeError is uvloop's, for a write to a connection that has ended."""
 
 
@@ -93,7 +94,12 @@ class Connection:
         if registered is None:
             registered = self._scripts[script] = self.client.register_script(script)
         async with self.guard():
-            return await registered(keys=keys, args=args)
+            try:
+                return await registered(keys=keys, args=args)
+            except (exceptions.ConnectionError, exceptions.TimeoutError):
+                if script not in REPEATABLE:
+                    raise
+                return await registered(keys=keys, args=args)
 
     async def close(self) -> None:
         """Close the pool."""

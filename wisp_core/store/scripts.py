@@ -153,3 +153,6 @@ return 1
 KEYS: tenants. ARGV: tenant id, ``at_s`` of what is replaced ('' for none), tenant JSON. Returns 1 if stored, 0 if
 another one, or none, is there.
 """
+
+REPEATABLE = frozenset({WRITE_SIGNATURES, PLACE, ADMIT, SETTLE, ACQUIRE_LEASE, RELEASE_LEASE})
+"""Scripts that leave the same when they run twice in a row, and answer the same where somebody reads the answer."""
