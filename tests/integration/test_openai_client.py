@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import openai
 import pytest
@@ -152,11 +153,17 @@ def test_a_field_that_is_not_allowed_is_400(client: openai.OpenAI, field: str) -
     assert caught.value.param == field
 
 
-def test_vllm_s_own_sampling_fields_reach_the_engine(client: openai.OpenAI) -> None:
-    greedy = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=8, temperature=0)
-    for own in ({"top_k": 1}, {"min_p": 1.0, "chat_template_kwargs": {"enable_thinking": False}}):
-        one = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=8, temperature=1, extra_body=own)
-        assert one.choices[0].message.content == greedy.choices[0].message.content
+@pytest.mark.parametrize(
+    "own", [{"top_k": 1}, {"min_p": 1.0, "chat_template_kwargs": {"enable_thinking": False}}], ids=["top_k", "min_p"]
+)
+def test_vllm_s_own_sampling_fields_reach_the_engine(client: openai.OpenAI, own: dict[str, Any]) -> None:
+    request = {"model": MODEL, "messages": USER, "max_tokens": 16, "temperature": 2, "logprobs": True}
+    answer = client.chat.completions.create(**request, top_logprobs=1, extra_body=own)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
+    # Not the greedy answer's tokens: two may be the likeliest.
+    assert all(one.logprob == max(top.logprob for top in one.top_logprobs) for one in logprobs.content)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": 9}, {"max_tokens": -1}, {"top_logprobs": 99, "logprobs": True}])
