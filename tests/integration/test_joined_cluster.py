@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +29,13 @@ WORKER_HOST = "127.0.0.2"
 class Cluster:
     """One head and one worker node, each with room for one replica."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ray_directory: str) -> None:
         port = find_free_port()
         self.address = f"{ray.util.get_node_ip_address()}:{port}"
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        head = ["--head", f"--port={port}", f"--temp-dir={ray_directory}", "--include-dashboard=false"]
         self._nodes = [
-            self._start(directory / "head.log", "--head", f"--port={port}", "--include-dashboard=false"),
+            self._start(directory / "head.log", *head),
             self._start(directory / "worker.log", f"--address={self.address}", f"--node-ip-address={WORKER_HOST}"),
         ]
 
@@ -75,9 +77,12 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    started = Cluster(tmp_path_factory.mktemp("ray"))
-    yield started
-    started.stop()
+    # Not pytest's directory, whose path is too long for Ray's sockets, and not Ray's own, where it would leave the
+    # address that any later ``ray.init()`` joins.
+    with tempfile.TemporaryDirectory(prefix="ray") as ray_directory:
+        started = Cluster(tmp_path_factory.mktemp("cluster"), ray_directory)
+        yield started
+        started.stop()
 
 
 def configured(directory: Path, **changed: Any) -> dict[str, Any]:
