@@ -63,7 +63,6 @@ class PolicyLoop:
         self._barrier = barrier
         self._holder = uuid4().hex
         self._holding: set[str] = set()  # replicas whose last logged decision is a hold
-        self._is_store_up = True
         self._epoch = 0
 
     async def run(self) -> None:
@@ -99,15 +98,8 @@ class PolicyLoop:
     async def _run_one_epoch(self) -> None:
         try:
             await self.run_epoch()
-        except StoreUnavailableError as error:
+        except StoreUnavailableError:  # Plans stay as they are. The store's client has logged why.
             self._metrics.count_outage()
-            if self._is_store_up:
-                logger.warning("Store unavailable, plans stay as they are: %s", error)
-            self._is_store_up = False
-            return
-        if not self._is_store_up:
-            logger.info("Store available again")
-        self._is_store_up = True
 
     def _in_turn(self, snapshots: list[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
         """Another replica first each epoch, so that one on which the policy hangs does not starve the others."""
