@@ -130,13 +130,11 @@ class _Watch:
         work = ["--wisp-phase-s", str(self._run.phase_s), "--wisp-long-words", str(self._run.long_words)]
         code, rows = await asyncio.to_thread(run_locust, facts, self._run.users, self._run.run_time, work)
         after = Counters.read(facts["url"], admin_key)
-        self._found.rows += [_locust_row(row) for row in rows]
+        self._found.rows += [_locust_row(row) for row in rows if row["Name"] != "Aggregated"]
         self._found.rows += [await self._replica_row(store, one) for one in await store.list_snapshots()]
-        turns = next((row for row in self._found.rows if row["row"] == "clients" and row["name"] == "Aggregated"), {})
         self._found.summary |= {
             "locust_exit_code": code,
-            "requests": turns.get("requests", 0),
-            "failures": turns.get("failures", 0),
+            **turn_counts(rows),
             "prompt_tokens": after.since(before, "vllm:prompt_tokens_total"),
             "generated_tokens": after.since(before, "vllm:generation_tokens_total"),
             "prefix_hit_tokens": after.since(before, "vllm:prefix_cache_hits_total"),
@@ -246,6 +244,15 @@ def _memory_rows(sampler: Any) -> list[Row]:
             "num_exceeded": sampler.num_exceeded,
         }
     ]
+
+
+def turn_counts(rows: Sequence[Mapping[str, str]]) -> Row:
+    """Turns of Locust's rows, and those that failed; first pieces have rows of their own."""
+    turns = [row for row in rows if row["Type"] == "POST"]
+    return {
+        "requests": sum(int(row["Request Count"]) for row in turns),
+        "failures": sum(int(row["Failure Count"]) for row in turns),
+    }
 
 
 def _locust_row(row: Mapping[str, str]) -> Row:

@@ -13,7 +13,7 @@ import pytest
 from loadtests.service.command import is_good
 from loadtests.service.gpu_memory import Watched, used_bytes_by_pid
 from loadtests.service.made_up import LOAD_FORMAT, with_made_up_weights
-from loadtests.service.run import sample_turns
+from loadtests.service.run import sample_turns, turn_counts
 from services.config import ServiceConfig
 from wisp_core.errors import ConfigurationError
 
@@ -39,6 +39,17 @@ def test_prompts_come_from_every_tenant_short_and_long() -> None:
     assert {(turn.tenant, turn.phase) for turn in turns} == {(t, p) for t in "abc" for p in ("burst", "long")}
     lengths = [len(str(turn.turn.messages)) for turn in turns if turn.phase == "long"]
     assert max(lengths) > 10 * min(lengths)
+
+
+def test_turns_and_their_first_pieces_are_not_added_up() -> None:
+    rows = [
+        {"Type": "POST", "Name": "burst turn", "Request Count": "47", "Failure Count": "1"},
+        {"Type": "TTFT", "Name": "burst turn: first piece", "Request Count": "46", "Failure Count": "0"},
+        {"Type": "POST", "Name": "long turn", "Request Count": "3", "Failure Count": "1"},
+        {"Type": "", "Name": "Aggregated", "Request Count": "96", "Failure Count": "2"},
+    ]
+    assert turn_counts(rows) == {"requests": 50, "failures": 2}
+    assert turn_counts([]) == {"requests": 0, "failures": 0}, "Locust did not run"
 
 
 def test_a_run_is_good_only_if_everything_held() -> None:
