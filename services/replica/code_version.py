@@ -31,7 +31,7 @@ def driver_code() -> str:
     It imports this once, and pickles the router by value.
     """
     ingress, replica = _SERVICES / "ingress", _SERVICES / "replica"
-    parts = [ingress / "app.py", ingress / "router.py", replica / "deployment.py"]
+    parts = [ingress / "app.py", ingress / "listener.py", ingress / "router.py", replica / "deployment.py"]
     return digest_of([*_SERVICES.glob("*.py"), *(_SERVICES / "cli").rglob("*.py"), *parts])
 
 
