@@ -70,8 +70,9 @@ class Engine:
             return []
         seconds = STEP_S + TOKEN_S * len(scheduled) + PASS_S * any(n > 1 for n in scheduled.values())
         seconds += COPIES_S * sum(turn.tenant == "thrash" and n == 1 for turn, n in scheduled.items())
-        self.now_s += seconds * self._noise.uniform(0.95, 1.1)
-        self.turns.note_step()
+        seconds *= self._noise.uniform(0.95, 1.1)
+        self.now_s += seconds
+        self.turns.note_step(seconds)
         return [turn for turn in scheduled if self._ends(turn)]
 
     def _schedule(self) -> dict[Turn, int]:

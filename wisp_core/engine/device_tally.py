@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from wisp_core.contracts import Signature
 from wisp_core.engine.session_tally import HALF_LIFE_TOKENS, MAX_KEYS, prefixes
-from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.engine.step_rows import session_of
 from wisp_core.working_set.signature import ExpertTally
 
 
@@ -55,8 +55,7 @@ class RequestKeys:
         for request_id in scheduler_output.finished_req_ids:
             self._keys.pop(request_id, None)
         for request in scheduler_output.scheduled_new_reqs:
-            extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-            self._keys[request.req_id] = str(extra_args.get(SESSION_ARG, ""))
+            self._keys[request.req_id] = session_of(request.sampling_params)
 
     def of(self, request_id: str) -> str:
         """ "" for a request without a session, or an unknown one."""

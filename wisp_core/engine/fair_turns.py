@@ -9,7 +9,7 @@ from typing import Any
 
 from wisp_core.contracts import blocks_of
 from wisp_core.engine.fair_share import FairShare, StepPart
-from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.engine.step_rows import extra_args, session_of
 
 WEIGHT_ARG = "wisp_weight"
 """Key in ``SamplingParams.extra_args``: the tenant's share of engine time against other tenants' weights."""
@@ -28,9 +28,9 @@ class Terms:
     @classmethod
     def of(cls, request: Any) -> Terms:
         """The terms in a vLLM request's sampling parameters."""
-        arguments = getattr(request.sampling_params, "extra_args", None) or {}
+        arguments = extra_args(request.sampling_params)
         return cls(
-            tenant=str(arguments.get(SESSION_ARG, "")).partition("/")[0],
+            tenant=session_of(request.sampling_params).partition("/")[0],
             weight=float(arguments.get(WEIGHT_ARG, 1.0)),
             kv_share=float(arguments.get(KV_SHARE_ARG, 1.0)),
         )
@@ -43,7 +43,6 @@ class _Step:
     parts: dict[str, StepPart]
     held: frozenset[str]
     active: frozenset[str]
-    began_s: float
 
 
 class FairTurns:
@@ -60,7 +59,6 @@ class FairTurns:
         self._num_bounded = 0
         """Turns of tenants with a share of KV and batch below all."""
         self._steps: deque[_Step] = deque()
-        self._ended_s = 0.0
         self._held: frozenset[str] = frozenset()
         self._is_stalled = False
 
@@ -156,14 +154,12 @@ class FairTurns:
             )
         self._is_stalled = not parts and bool(self._held or hidden)
         if parts:
-            self._steps.append(_Step(parts, self._held, frozenset(self._num_turns), time.monotonic()))
+            self._steps.append(_Step(parts, self._held, frozenset(self._num_turns)))
 
-    def note_step(self) -> None:
-        """The oldest step on its way has ended."""
-        step, now_s = self._steps.popleft(), time.monotonic()
-        seconds = now_s - max(step.began_s, self._ended_s)
-        self._ended_s = now_s
-        self._share.note_step(step.parts, step.held, step.active, seconds, now_s)
+    def note_step(self, seconds: float) -> None:
+        """The oldest step on its way has ended; it took ``seconds``."""
+        step = self._steps.popleft()
+        self._share.note_step(step.parts, step.held, step.active, seconds, time.monotonic())
 
     def _tenant(self, request: Any) -> str:
         return self._terms[request.request_id].tenant
@@ -180,9 +176,15 @@ class _Rooms:
         self._terms = terms
         self._blocks: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self._full: set[str] = set()
 
     def take(self, request: Any, terms: Terms) -> bool:
-        """Room for ``request`` in full; a tenant without a running turn always gets one, or it could never run."""
+        """Room for ``request`` in full; a tenant without a running turn always gets one, or it could never run.
+
+        Behind a turn that finds no room none of its tenant's starts, or smaller ones would take its room for ever.
+        """
+        if terms.tenant in self._full:
+            return False
         if terms.tenant not in self._blocks:
             self._count_running(terms.tenant)
         needed = self._needed_blocks(request)
@@ -190,6 +192,7 @@ class _Rooms:
         pool = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         is_room = blocks <= terms.kv_share * pool and places <= terms.kv_share * self._scheduler.max_num_running_reqs
         if not is_room and self._places[terms.tenant] > 0:
+            self._full.add(terms.tenant)
             return False
         self._blocks[terms.tenant], self._places[terms.tenant] = blocks, places
         return True

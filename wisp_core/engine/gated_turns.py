@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import Signature
-from wisp_core.engine.step_rows import SESSION_ARG
+from wisp_core.engine.step_rows import session_of
 from wisp_core.engine.turn_gate import TurnGate, WaitingTurn
 from wisp_core.working_set.predictor import core_masks
 from wisp_core.working_set.signature import unpack
@@ -38,11 +38,7 @@ class GatedTurns:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._gate = TurnGate()
-        self._steps: deque[tuple[bool, float]] = deque()
-        self._ended_s = 0.0
         self._started_s: dict[str, float] = {}  # of running turns
-        self.num_held = 0
-        """Times that a turn was put off by one step, since the start."""
 
     def learn(self, cap: int, masks: dict[str, list[str]]) -> None:
         """Command ``expect``: slots per layer and hexadecimal masks by session, see `TurnGate.learn`."""
@@ -60,13 +56,12 @@ class GatedTurns:
         fresh = [request for request in waiting if request.status == RequestStatus.WAITING]
         now_s = time.time()
         decisions = self._gate.may_start(
-            [_session(request) for request in scheduler.running],
-            [WaitingTurn(_session(request), now_s - request.arrival_time) for request in fresh],
+            [session_of(request.sampling_params) for request in scheduler.running],
+            [WaitingTurn(session_of(request.sampling_params), now_s - request.arrival_time) for request in fresh],
             time.monotonic(),
         )
         held = [request for request, may in zip(fresh, decisions, strict=True) if not may]
         if held:
-            self.num_held += len(held)
             kept = [request for request in waiting if request not in held]
             waiting.clear()
             waiting.extend(kept)
@@ -80,27 +75,16 @@ class GatedTurns:
         for request in scheduler.running:
             self._started_s.setdefault(request.request_id, now_s)
 
-    def release(self, held: list[Any], output: Any) -> None:
-        """After ``schedule``: put back what ``hold`` took out, in order of arrival, and note the step."""
+    def release(self, held: list[Any]) -> None:
+        """After ``schedule``: put back what ``hold`` took out, in order of arrival."""
         if held:
             waiting = self._scheduler.waiting
             rest = [request for request in waiting if request.status == RequestStatus.WAITING]
             first = [request for request in waiting if request.status != RequestStatus.WAITING]
             waiting.clear()
             waiting.extend([*first, *sorted([*rest, *held], key=lambda request: request.arrival_time)])
-        if output.total_num_scheduled_tokens:
-            is_pass = output.total_num_scheduled_tokens > len(output.num_scheduled_tokens)
-            self._steps.append((is_pass, time.monotonic()))
 
-    def note_step(self) -> None:
-        """The oldest step on its way has ended."""
-        is_pass, began_s = self._steps.popleft()
-        now_s = time.monotonic()
-        if is_pass:
-            self._gate.note_pass(now_s - max(began_s, self._ended_s), now_s)
-        self._ended_s = now_s
-
-
-def _session(request: Any) -> str:
-    arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    return str(arguments.get(SESSION_ARG, ""))
+    def note_step(self, output: Any, seconds: float) -> None:
+        """The step that ``schedule`` decided as ``output`` has ended; it took ``seconds``."""
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            self._gate.note_pass(seconds, time.monotonic())

@@ -113,7 +113,7 @@ class WispSchedulerMixin:
         hidden = self._wisp_turns.hide()
         held = self._wisp_gate.hold()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._wisp_gate.release(held, output)
+        self._wisp_gate.release(held)
         self._wisp_turns.unhide(hidden, output)
         if output.total_num_scheduled_tokens:
             self._wisp_steps.note_start(started_s)
@@ -123,12 +123,13 @@ class WispSchedulerMixin:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Take in a step's tokens: the end of the step."""
-        if scheduler_output.total_num_scheduled_tokens:
-            self._wisp_turns.note_step()
-            self._wisp_gate.note_step()
         self._wisp_meter.note_output(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
-        self._wisp_steps.note_end(time.monotonic())
+        # An empty step passes those that still run, and was not noted when it was scheduled.
+        if scheduler_output.total_num_scheduled_tokens:
+            seconds = self._wisp_steps.note_end(time.monotonic())
+            self._wisp_turns.note_step(seconds)
+            self._wisp_gate.note_step(scheduler_output, seconds)
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

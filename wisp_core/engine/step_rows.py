@@ -9,6 +9,17 @@ SESSION_ARG = "wisp_session"
 """Key in ``SamplingParams.extra_args`` (over HTTP: ``vllm_xargs``) that carries the namespaced session key."""
 
 
+def extra_args(sampling_params: Any) -> dict[str, Any]:
+    """What a request carries beside vLLM's own parameters; ``sampling_params`` is None for one that does not sample."""
+    arguments: dict[str, Any] = getattr(sampling_params, "extra_args", None) or {}
+    return arguments
+
+
+def session_of(sampling_params: Any) -> str:
+    """A request's session key, "" for none."""
+    return str(extra_args(sampling_params).get(SESSION_ARG, ""))
+
+
 class DecodeRow(NamedTuple):
     """A row that computes one token of a request whose prompt is done."""
 
@@ -70,6 +81,5 @@ class StepRows:
             num_tokens = self._num_scheduled[request_id]
             request = self._model_runner.requests[request_id]
             is_prefill = num_tokens > 1 or request.num_computed_tokens < request.num_prompt_tokens
-            extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-            yield row, row + num_tokens, str(extra_args.get(SESSION_ARG, "")), is_prefill
+            yield row, row + num_tokens, session_of(request.sampling_params), is_prefill
             row += num_tokens

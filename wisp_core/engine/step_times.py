@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 
 class StepTimes:
     """Adds up the time in which at least one step was under way; idle time is left out.
@@ -13,18 +15,17 @@ class StepTimes:
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0
-        self._started_s: list[float] = []
+        self._started_s: deque[float] = deque()
         self._last_end_s = 0.0
 
     def note_start(self, now_s: float) -> None:
         """A step with at least one token is being scheduled."""
         self._started_s.append(now_s)
 
-    def note_end(self, now_s: float) -> None:
-        """The output of the oldest open step was taken in; without one, as after an empty step, nothing happens."""
-        if not self._started_s:
-            return
-        started_s = self._started_s.pop(0)
+    def note_end(self, now_s: float) -> float:
+        """The output of the oldest open step was taken in; returns the seconds that it took."""
+        seconds = max(0.0, now_s - max(self._started_s.popleft(), self._last_end_s))
         self.steps += 1
-        self.seconds += max(0.0, now_s - max(started_s, self._last_end_s))
+        self.seconds += seconds
         self._last_end_s = now_s
+        return seconds
