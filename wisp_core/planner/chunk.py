@@ -26,7 +26,7 @@ CHUNKS = (1024, 2048, 4096, 8192, 16384)
 """Tokens of a pass that are tried."""
 COLD_SHARE = 1 / 8
 """Of all turns, those whose prefix is no longer there, so that the whole context is computed."""
-GOOD_ENOUGH = 1.01
+GOOD_ENOUGH = 1.02
 """Of sizes so close to the best the largest is taken: a long prompt then waits for fewer passes."""
 _MAX_LENGTHS = 200  # turns that are looked at
 
