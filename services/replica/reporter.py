@@ -8,7 +8,7 @@ import logging
 import time
 
 from services.replica.state import ReplicaState
-from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import EngineUnavailableError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ class Reporter:
     def __init__(self, state: ReplicaState, period_s: float) -> None:
         self._state = state
         self._period_s = period_s
+        self._unsent: list[Signature] = []
 
     async def run(self) -> None:
         """Report each period, and at once when ``report_soon`` is set, until cancelled; then withdraw the snapshot."""
@@ -41,9 +42,22 @@ class Reporter:
         self._state.last_snapshot = snapshot
         await self._state.store.write_snapshot(snapshot)
         if snapshot.is_healthy:
-            signatures = await self._state.engine.signatures()
-            of_prompts = self._state.prompt_groups.take_up(signatures)
-            await self._state.store.write_signatures(self._state.replica_id, [*signatures, *of_prompts])
+            await self._report_signatures()
+
+    async def _report_signatures(self) -> None:
+        """Send what the engine tells, which it does once: what the store does not take is sent again before more."""
+        signatures = self._unsent or await self._new_signatures()
+        self._unsent = []
+        try:
+            await self._state.store.write_signatures(self._state.replica_id, signatures)
+        except StoreUnavailableError:
+            self._unsent = signatures
+            raise
+        await self._state.engine.expect(signatures)
+
+    async def _new_signatures(self) -> list[Signature]:
+        signatures = await self._state.engine.signatures()
+        return [*signatures, *self._state.prompt_groups.take_up(signatures)]
 
     async def _report_or_count(self) -> None:
         try:
@@ -51,7 +65,7 @@ class Reporter:
         except StoreUnavailableError:
             self._state.metrics.count_outage()
         except EngineUnavailableError:
-            logger.debug("the engine went away while its signatures were read")
+            logger.debug("the engine went away while its signatures were reported")
         except Exception:  # a value that cannot be reported must not end all reports
             logger.exception("report failed")
             self._state.metrics.count_outage()

@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_PERIOD_S = 0.1
 HEARTBEAT_PERIOD_S = 2.0
-HEARTBEAT_TIMEOUT_S = 30.0
-"""A heartbeat waits for the step that runs, so this is longer than any step."""
 MAX_RESTARTS = 3
 """Restarts in a row that fail, or whose engine does not live for ``_STABLE_S``, before Serve shall take over."""
 _STABLE_S = 60.0
@@ -46,7 +44,7 @@ class Supervisor:
         if time.monotonic() - self._last_beat_s < HEARTBEAT_PERIOD_S:
             return False
         try:
-            await self._state.engine.heartbeat(HEARTBEAT_TIMEOUT_S)
+            await self._state.engine.heartbeat()
         except EngineUnavailableError as error:
             logger.error("engine lost: %s", error)
             return True

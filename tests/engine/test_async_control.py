@@ -10,8 +10,10 @@ from typing import Any, cast
 import engine_fixtures  # noqa: F401  first: imports vLLM without its warnings
 import pytest
 
+from wisp_core.contracts import MemoryLayout
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
-from wisp_core.engine.vllm_control import AsyncControl
+from wisp_core.engine.reports import LayoutReport
+from wisp_core.engine.vllm_control import AsyncControl, longest_step_s
 from wisp_core.errors import EngineUnavailableError
 
 STEP_S = 0.2
@@ -66,3 +68,39 @@ async def test_a_drain_that_fails_says_why() -> None:
 async def test_a_drain_takes_no_longer_than_it_may() -> None:
     with pytest.raises(DrainTimeoutError, match=r"requests still run after 0\.01 s"):
         await control_of(StubLlm(pause=asyncio.sleep(60.0))).drain(0.01)
+
+
+@pytest.mark.parametrize(
+    ("is_paged", "emulated_link_bytes_per_s", "least_s", "most_s"),
+    [(True, None, 2 * 14 + 10, 120), (True, 1e9, 57 + 10, 120), (False, None, 10, 60)],
+)
+def test_a_step_that_copies_all_experts_over_a_slow_link_is_no_hang(
+    is_paged: bool, emulated_link_bytes_per_s: float | None, least_s: float, most_s: float
+) -> None:
+    """At 3 GB/s a prefill of 57 GB of experts takes 14 s with a quarter of them in slots."""
+    expert_bytes = 57 * 10**9 // (48 * 128)
+    layout = MemoryLayout(
+        page_bytes=1,
+        num_layers=48,
+        num_experts=128,
+        top_k=8,
+        is_paged=is_paged,
+        min_cap=8,
+        experts_bytes_by_cap=tuple(cap * 48 * expert_bytes for cap in range(129)),
+        expert_bytes=expert_bytes,
+        block_tokens=16,
+        block_bytes=1,
+        kv_group_blocks=1,
+        max_kv_blocks=9,
+        max_model_len=16,
+        max_num_seqs=1,
+    )
+    facts = LayoutReport(
+        layout=layout,
+        budget_bytes=1,
+        other_bytes=1,
+        measured_other_bytes=1,
+        worker_pid=1,
+        emulated_link_bytes_per_s=emulated_link_bytes_per_s,
+    )
+    assert least_s < longest_step_s(facts) < most_s

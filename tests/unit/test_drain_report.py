@@ -46,6 +46,9 @@ class DrainingEngine:
     async def signatures(self) -> list[Signature]:
         return []
 
+    async def expect(self, signatures: list[Signature]) -> None:
+        pass
+
 
 async def reported(store: MemoryStore, is_draining: bool) -> bool:
     """Whether a snapshot says so within a second."""

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.session_tally import EVERYONE
 from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
-from wisp_core.engine.vllm_control import AsyncControl
+from wisp_core.engine.vllm_control import AsyncControl, longest_step_s
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.settings import WispSettings
 
@@ -141,18 +141,17 @@ class WispEngine:
         return snapshot.model_copy(update={"split": live.resizer.split}) if live.resizer.is_resizing else snapshot
 
     async def signatures(self) -> list[Signature]:
-        """Signatures of the keys that decoded since the last call; the replica's own carries its id as key.
-
-        The engine's scheduler is told the sessions' as well.
-        """
-        live = self._alive()
-        signatures = await live.control.signatures()
-        if self._request.settings.co_schedule:
-            await live.control.expect(live.resizer.split.cap, expected_masks(signatures))
+        """Signatures of the keys that decoded since the last call; the replica's own carries its id as key."""
         return [
             signature if signature.key != EVERYONE else signature.model_copy(update={"key": self._request.replica_id})
-            for signature in signatures
+            for signature in await self._alive().control.signatures()
         ]
+
+    async def expect(self, signatures: Iterable[Signature]) -> None:
+        """Tell the scheduler of these sessions, where it looks at their experts (``co_schedule``)."""
+        if self._request.settings.co_schedule:
+            live = self._alive()
+            await live.control.expect(live.resizer.split.cap, expected_masks(signatures))
 
     async def resize(self, plan: SplitPlan) -> ResizeOutcome:
         """Put ``plan`` into effect, or say why not."""
@@ -162,13 +161,15 @@ class WispEngine:
         """Raise IntegrityError when free + used = total fails anywhere."""
         await self._alive().control.check_integrity()
 
-    async def heartbeat(self, timeout_s: float) -> None:
+    async def heartbeat(self, timeout_s: float | None = None) -> None:
         """Return when engine loop and worker answer. Raises EngineUnavailableError when dead, hung or of no more use.
 
-        vLLM itself notices a process that died, not one that hangs; a step that runs longer than ``timeout_s`` looks
-        like a hang.
+        vLLM itself notices a process that died, not one that hangs: one that does not answer within ``timeout_s``,
+        which is more than any of its steps takes if it is not given.
         """
         live = self._alive()
+        if timeout_s is None:
+            timeout_s = longest_step_s(live.facts)
         try:
             async with asyncio.timeout(timeout_s):
                 await live.control.ping()
@@ -209,8 +210,8 @@ class WispEngine:
 
     async def _prepare(self, llm: AsyncLLM, args: Any) -> _Incarnation:
         request = self._request
-        control = AsyncControl(llm)
-        facts = await control.layout()
+        facts = await AsyncControl(llm).layout()
+        control = AsyncControl(llm, timeout_s=2 * longest_step_s(facts))
         self._processes = _engine_processes(facts.worker_pid)
         incarnation = uuid.uuid4().hex[:12]
         resizer = Resizer(

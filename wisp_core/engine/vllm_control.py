@@ -24,6 +24,19 @@ from wisp_core.errors import EngineUnavailableError, IntegrityError
 
 DEATH_CHECK_PERIOD_S = 0.1
 
+_COMPUTE_S = 30.0
+"""More than any step computes."""
+_SLOW_LINK_BYTES_PER_S = 2e9
+"""Less than any link to a GPU that is worth paging over."""
+
+
+def longest_step_s(facts: LayoutReport) -> float:
+    """More than any step takes, in seconds: a prefill copies each expert once at most."""
+    if not facts.layout.is_paged:
+        return _COMPUTE_S
+    link_bytes_per_s = facts.emulated_link_bytes_per_s or _SLOW_LINK_BYTES_PER_S
+    return _COMPUTE_S + facts.layout.experts_bytes_by_cap[-1] / link_bytes_per_s
+
 
 class VllmControl(ABC):
     """Commands in terms of one call to the scheduler and one to the worker."""
@@ -117,7 +130,7 @@ class VllmControl(ABC):
 class AsyncControl(VllmControl):
     """Over the processes of an AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, timeout_s: float = 60.0) -> None:
+    def __init__(self, llm: AsyncLLM, timeout_s: float = 2 * _COMPUTE_S) -> None:
         """A command waits for the step that runs; after ``timeout_s`` it waits for a hung engine."""
         self._llm = llm
         self._timeout_s = timeout_s
