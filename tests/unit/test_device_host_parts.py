@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.staging import _runs, experts_in_no_slot
-from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.state import DeviceState, Path
 from wisp_core.pager.device.statistics import RecentSteps, Sums
+from wisp_core.pager.device.uses import DeviceUses
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.pinned_memory import EmptyInPinnedMemory, PinnedMemory
@@ -104,6 +107,37 @@ def test_too_little_host_memory_is_refused_with_the_numbers() -> None:
         EmptyInPinnedMemory(memory),
     ):
         torch.empty(8, 16, 4, dtype=torch.bfloat16)
+
+
+class Device:
+    """Stands for a stream and its events: idle or not, copied or not, as the test says."""
+
+    is_idle = False
+
+    def record(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return self.is_idle
+
+
+def test_uses_that_come_while_others_are_copied_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
+    state = SimpleNamespace(routed=torch.zeros(1, 1024, dtype=torch.int16), num_layers=1, num_experts=4)
+    uses = DeviceUses(cast("DeviceState", state), top_k=2, max_keys=8)
+    uses._is_cuda = True
+
+    def use(count: int) -> None:
+        uses._hits[uses._number("session")] += count
+
+    use(100)
+    assert uses.drain() == {}, "the copy has only begun"
+    use(7)
+    device.is_idle = True
+    found = [{key: of_key.hits for key, of_key in uses.drain().items()} for _ in range(3)]
+    assert found == [{"session": 100}, {"session": 7}, {}]
 
 
 def test_other_tensors_are_made_as_ever() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -138,6 +140,24 @@ def test_an_older_version_is_removed_unless_somebody_uses_it(tmp_path: Path) -> 
     write(tmp_path, version=3)
     assert not old.exists()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_copy_that_is_removed_between_two_locks_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    (copy,) = tmp_path.iterdir()
+    flock = fcntl.flock
+
+    def removed_when_shared(lock: int, operation: int) -> None:
+        flock(lock, operation)
+        if operation == fcntl.LOCK_SH:  # no user held it for a moment
+            monkeypatch.undo()
+            shutil.rmtree(copy)
+
+    monkeypatch.setattr(host_files.fcntl, "flock", removed_when_shared)
+    files = open_files(tmp_path)
+    assert not files.is_attached
+    assert files.directory == copy
+    assert (copy / "lock").exists()
 
 
 def test_other_models_are_left_alone(tmp_path: Path) -> None:

@@ -297,6 +297,17 @@ def test_emulated_link_charges_the_price_once_and_credits_long_sleeps() -> None:
     assert clock.now_s + 0.05 == pytest.approx(0.25, abs=0.0011)  # copies and sleeps together cost the price
 
 
+def test_a_copy_that_took_too_long_pays_for_no_more_than_one_other() -> None:
+    clock = Clock()
+    link = Link(1000.0, clock=lambda: clock.now_s, sleep=clock.sleep)
+    link.charge(100, copy_s=5.0)  # from pages that were not there
+    assert link.settle() == 5.0
+    for _ in range(10):
+        link.charge(100, copy_s=0.0)
+        assert link.settle() == pytest.approx(0.1)
+    assert clock.now_s == pytest.approx(0.9, abs=0.0011)
+
+
 def test_link_without_a_speed_measures_and_never_sleeps() -> None:
     clock = Clock()
     link = Link(None, clock=lambda: clock.now_s, sleep=clock.sleep)

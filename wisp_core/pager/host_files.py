@@ -243,7 +243,8 @@ def _settle(lock: int, directory: Path) -> bool:
         return False
     if (directory / _READY).exists():
         fcntl.flock(lock, fcntl.LOCK_SH)
-        return True
+        # From exclusive to shared is two moves, and a process that cleans up may have come between.
+        return _is_in_place(lock, directory)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

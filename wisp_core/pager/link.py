@@ -10,7 +10,8 @@ class Link:
     """Charges copies and pays what is owed by one sleep per forward.
 
     Without ``bytes_per_s`` it only adds up the measured time. With it, each copy costs ``bytes / bytes_per_s``; the
-    real copy's time counts towards it. A sleep that lasts too long is credited to the next forward.
+    real copy's time counts towards it. A copy or a sleep that lasts too long is credited to what follows, up to the
+    price of one copy: a link that was idle has not saved anything up.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Link:
             return
         price_s = num_bytes / self.bytes_per_s
         self._charged_s += max(price_s, copy_s)
-        self._owed_s += price_s - copy_s
+        self._owed_s = max(self._owed_s + price_s - copy_s, -price_s)
 
     def settle(self) -> float:
         """Sleep for what is owed; returns the seconds charged since the last call."""
