@@ -56,9 +56,8 @@ def paged_engine_args(model: str, engine_args: Mapping[str, Any], settings: Wisp
     )
     pass_tokens = chosen_pass_tokens(model, engine_args, settings)
     return {
-        **_defaults(),
         **({"load_format": LOAD_FORMAT} if settings.host_store_dir is not None else {}),
-        **engine_args,
+        **_over_defaults(engine_args),
         **({"max_num_batched_tokens": pass_tokens} if pass_tokens is not None else {}),
         **(_CPU if current_platform.is_cpu() else _GPU),
         # Only so that vLLM neither profiles nor claims a fraction of the machine; the worker sizes the KV cache.
@@ -71,7 +70,16 @@ def paged_engine_args(model: str, engine_args: Mapping[str, Any], settings: Wisp
 def resident_engine_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Complete ``engine_args`` for an engine that holds every expert: the reference of a paged one."""
     worker = {"worker_cls": "wisp_core.engine.cpu_worker.ResidentCPUWorker"} if current_platform.is_cpu() else {}
-    return {**_defaults(), **worker, **engine_args}
+    return {**worker, **_over_defaults(engine_args)}
+
+
+def _over_defaults(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """``engine_args`` over the defaults; a JSON object keeps the default's entries that it does not name itself."""
+    merged = _defaults()
+    for name, value in engine_args.items():
+        default = merged.get(name)
+        merged[name] = {**default, **value} if isinstance(default, dict) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _defaults() -> dict[str, Any]:
