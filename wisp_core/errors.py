@@ -6,8 +6,7 @@ WispError
 ├── CapacityError        a request or plan that can never fit (also a ValueError)
 ├── RetryableError       nothing was done; the same call may succeed later or elsewhere
 │   ├── EngineUnavailableError   the engine is dead or does not answer
-│   ├── StoreUnavailableError    Redis does not answer
-│   └── ResizeConflictError      another resize is in progress
+│   └── StoreUnavailableError    Redis does not answer
 └── IntegrityError       a conservation check failed: a bug, never retried
 """
 
@@ -45,10 +44,6 @@ class StoreUnavailableError(RetryableError):
     def __init__(self, message: str = "", *, may_have_run: bool = False) -> None:
         super().__init__(message)
         self.may_have_run = may_have_run
-
-
-class ResizeConflictError(RetryableError):
-    """Another resize is in progress on this replica."""
 
 
 class IntegrityError(WispError):

@@ -36,9 +36,9 @@ class Meter:
         self._turns = itertools.count()
 
     def admit(self, hashes: list[tuple[str, int]], **limits: int) -> str:
-        """A turn that goes on until `end`; returns its name."""
+        """A turn that goes on until `end`; returns its name. Its prompt is whole blocks unless ``limits`` say more."""
         turn = f"turn {next(self._turns)}"
-        self.saved += self.reuse.admit(turn, hashes, **limits)
+        self.saved += self.reuse.admit(turn, hashes, **(whole(hashes) | limits))
         return turn
 
     def run(self, hashes: list[tuple[str, int]], **limits: int) -> None:
@@ -51,6 +51,10 @@ class Meter:
 
 def blocks(name: str, count: int) -> list[tuple[str, int]]:
     return [(name, i) for i in range(count)]
+
+
+def whole(hashes: list[tuple[str, int]]) -> dict[str, int]:
+    return {"num_reusable": len(hashes), "prompt_tokens": 16 * len(hashes)}
 
 
 def test_a_first_turn_reuses_nothing() -> None:
@@ -189,14 +193,15 @@ def test_what_is_learnt_of_a_turn_while_it_runs_or_at_its_end_counts() -> None:
 
 def test_what_reuse_would_save_is_told_without_a_use() -> None:
     reuse = PrefixReuse(max_blocks=64, block_tokens=16, pass_tokens=64)
-    reuse.admit("a", blocks("a", 4))
-    reuse.end("a", blocks("a", 4))
+    prompt = blocks("a", 4)
+    reuse.admit("a", prompt, **whole(prompt))
+    reuse.end("a", prompt)
     reuse.touch(blocks("b", 8))
-    told = reuse.saved(blocks("a", 4))
+    told = reuse.saved(prompt, **whole(prompt))
     assert told[:, 1].sum() == 4 * 16
-    assert (reuse.saved(blocks("a", 4)) == told).all()
-    assert (reuse.admit("c", blocks("a", 4)) == told).all()
-    assert (reuse.saved(blocks("a", 4)) != told).any(), "now it was used a moment ago"
+    assert (reuse.saved(prompt, **whole(prompt)) == told).all()
+    assert (reuse.admit("c", prompt, **whole(prompt)) == told).all()
+    assert (reuse.saved(prompt, **whole(prompt)) != told).any(), "now it was used a moment ago"
 
 
 def test_steady_turns_have_their_rate_however_long_they_last() -> None:

@@ -96,8 +96,8 @@ class PrefixReuse:
         turn: Hashable,
         block_hashes: Sequence[Hashable],
         *,
-        num_reusable: int | None = None,
-        prompt_tokens: int | None = None,
+        num_reusable: int,
+        prompt_tokens: int,
     ) -> Saved:
         """A turn starts: ``block_hashes`` are its prompt's full blocks, first to last.
 
@@ -113,23 +113,22 @@ class PrefixReuse:
         self,
         block_hashes: Sequence[Hashable],
         *,
-        num_reusable: int | None = None,
-        prompt_tokens: int | None = None,
+        num_reusable: int,
+        prompt_tokens: int,
     ) -> Saved:
         """What reuse would save a turn with these blocks, by distance, if it were admitted now.
 
         Args:
             block_hashes: Its prompt's full blocks, first to last.
             num_reusable: How many of them vLLM may take from its cache (it computes the last token anyhow).
-            prompt_tokens: Length of the prompt; None: its full blocks.
+            prompt_tokens: Length of the prompt.
         """
         saved = np.zeros((len(self.edges), 3))
         tokens = self._tokens_by_edge(block_hashes[:num_reusable])
         if tokens:
             saved[len(tokens) - 1, 0] = 1  # the whole reuse is there only at the deepest distance
             saved[: len(tokens), 1] = tokens
-            to_compute = len(block_hashes) * self._block_tokens if prompt_tokens is None else prompt_tokens
-            saved[: len(tokens), 2] = self._passes_by_edge(to_compute, tokens)
+            saved[: len(tokens), 2] = self._passes_by_edge(prompt_tokens, tokens)
         return saved
 
     def end(self, turn: Hashable, block_hashes: Sequence[Hashable]) -> None:

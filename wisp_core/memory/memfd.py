@@ -7,7 +7,6 @@ hole in the file (MADV_REMOVE) gives them back.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
@@ -16,12 +15,11 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from wisp_core.memory.populate import populate_here
 from wisp_core.memory.region import ByteRange
 
 MAPPING_PREFIX = "/memfd:wisp-"
 """How every region's name starts in ``/proc/PID/smaps``."""
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it yet.
 
 
 class MemfdRegion:
@@ -37,6 +35,7 @@ class MemfdRegion:
         weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, self.num_bytes)
         self._map = mmap.mmap(self._fd, self.num_bytes, flags=mmap.MAP_SHARED)
+        self._address = self.tensor().data_ptr()
         self._is_backed = np.zeros(self.num_bytes // self.page_bytes, dtype=np.bool_)
 
     def tensor(self) -> torch.Tensor:
@@ -59,7 +58,8 @@ class MemfdRegion:
             self._is_backed[start // self.page_bytes : stop // self.page_bytes] = True
             done.append((start, stop))
         for start, stop in done:
-            self._map_pages(start, stop)
+            # Into this process's page table too, so that Rss counts them at once.
+            populate_here(self._address + start, stop - start)
 
     def release(self, ranges: Iterable[ByteRange]) -> None:
         """Return the pages of ``ranges`` to the system; their content is lost."""
@@ -72,14 +72,6 @@ class MemfdRegion:
     def resident_bytes(self) -> int:
         """Bytes of memory the file occupies, as the system counts them (touched or not, stray writes included)."""
         return os.fstat(self._fd).st_blocks * 512
-
-    def _map_pages(self, start: int, stop: int) -> None:
-        """Enter the pages into this process's page table, so that Rss counts them at once; best effort."""
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE, start, stop - start)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel maps them at first touch
-                raise
 
     def _gaps(self, start: int, stop: int) -> Iterator[ByteRange]:
         """Maximal unbacked parts of ``[start, stop)``."""
