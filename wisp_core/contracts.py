@@ -87,10 +87,22 @@ class MemoryLayout(Value):
         """Blocks of the longest request: less KV than that is never enough."""
         return blocks_of(self.max_model_len, self.block_tokens)
 
+    @property
+    def kv_group_bytes(self) -> int:
+        """Bytes of a KV group over all layers."""
+        return self.kv_group_blocks * self.block_bytes
+
+    def groups_for_blocks(self, kv_blocks: int) -> int:
+        """Groups that must be backed for ``kv_blocks`` usable blocks, the null block paid."""
+        return -(-(kv_blocks + 1) // self.kv_group_blocks)
+
+    def usable_blocks(self, num_groups: int) -> int:
+        """Usable blocks in ``num_groups`` backed groups: all but the null block."""
+        return num_groups * self.kv_group_blocks - 1
+
     def kv_bytes(self, kv_blocks: int) -> int:
         """Bytes of the KV pool with ``kv_blocks`` usable blocks, the null block's group included."""
-        groups = -(-(kv_blocks + 1) // self.kv_group_blocks)
-        return groups * self.kv_group_blocks * self.block_bytes
+        return self.groups_for_blocks(kv_blocks) * self.kv_group_bytes
 
     def pool_bytes(self, split: Split) -> int:
         """Bytes that both pools hold at ``split``."""
@@ -98,8 +110,7 @@ class MemoryLayout(Value):
 
     def kv_blocks_within(self, num_bytes: int) -> int:
         """Most usable KV blocks that fit ``num_bytes`` (whole groups, null block paid), never below 0."""
-        groups = max(0, num_bytes) // (self.kv_group_blocks * self.block_bytes)
-        return max(0, min(groups * self.kv_group_blocks - 1, self.max_kv_blocks))
+        return max(0, min(self.usable_blocks(max(0, num_bytes) // self.kv_group_bytes), self.max_kv_blocks))
 
 
 class PagerCounts(Value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_snapshots import make_layout
 
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.balloon import (
@@ -12,8 +13,6 @@ from wisp_core.memory.balloon import (
     KvPlacement,
     free_groups,
     group_blocks_of,
-    groups_for_blocks,
-    usable_blocks,
 )
 
 PAGE = 4096
@@ -80,8 +79,9 @@ def test_ranges_cover_each_byte_of_the_groups_once(groups: set[int], stride: int
 
 
 def test_usable_blocks_leave_out_the_null_block() -> None:
-    assert [groups_for_blocks(blocks, 4) for blocks in (0, 3, 4, 7)] == [1, 1, 2, 2]
-    assert usable_blocks(2, 4) == 7
+    layout = make_layout(kv_group_blocks=4)
+    assert [layout.groups_for_blocks(blocks) for blocks in (0, 3, 4, 7)] == [1, 1, 2, 2]
+    assert layout.usable_blocks(2) == 7
 
 
 def test_uncached_groups_go_first_then_the_least_recently_used() -> None:

@@ -10,7 +10,6 @@ from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE, FakeEngine
 from wisp_core.contracts import Barrier, Outcome, Split, SplitPlan
 from wisp_core.engine.resize_plan import Move, Refusal, plan_moves, steps_of
 from wisp_core.engine.resizer import Resizer
-from wisp_core.memory.balloon import usable_blocks
 
 FEW = Split(cap=2, kv_blocks=31)
 MANY = Split(cap=7, kv_blocks=11)
@@ -53,13 +52,13 @@ def test_shorter_moves_pay_for_their_slots_above_the_floor(before: Split, target
     counts = [move.num_leaving for move in moves]
     assert counts == sorted(set(counts), reverse=True)
     for move in moves:
-        kv_blocks = usable_blocks(move.groups_after, LAYOUT.kv_group_blocks)
+        kv_blocks = LAYOUT.usable_blocks(move.groups_after)
         assert LAYOUT.pool_bytes(Split(cap=move.cap_after, kv_blocks=kv_blocks)) <= BUDGET_BYTES
         assert not move.num_leaving or kv_blocks >= floor_blocks
     for move in moves[1:]:
         assert before.cap < move.cap_after < target.cap
         assert move.num_leaving > 0
-        more = Split(cap=move.cap_after, kv_blocks=usable_blocks(move.groups_after + 1, LAYOUT.kv_group_blocks))
+        more = Split(cap=move.cap_after, kv_blocks=LAYOUT.usable_blocks(move.groups_after + 1))
         assert LAYOUT.pool_bytes(more) > BUDGET_BYTES, "no more is taken than the slots cost"
 
 

@@ -156,5 +156,4 @@ def _whole_groups(layout: MemoryLayout, kv_blocks: int) -> int:
 
 
 def _whole_group_bytes(layout: MemoryLayout, num_bytes: int) -> int:
-    group_bytes = layout.kv_group_blocks * layout.block_bytes
-    return -(-num_bytes // group_bytes) * group_bytes
+    return -(-num_bytes // layout.kv_group_bytes) * layout.kv_group_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from wisp_core.contracts import MemoryLayout, Split
 from wisp_core.errors import ConfigurationError
-from wisp_core.memory.balloon import groups_for_blocks
 
 
 def initial_split(layout: MemoryLayout, *, budget_bytes: int, cap: int | None) -> Split:
@@ -12,8 +11,7 @@ def initial_split(layout: MemoryLayout, *, budget_bytes: int, cap: int | None) -
 
     Raises ConfigurationError when ``cap`` leaves less KV than κ_min, with the largest cap that fits.
     """
-    floor_groups = groups_for_blocks(layout.longest_request_blocks, layout.kv_group_blocks)
-    room_bytes = budget_bytes - floor_groups * layout.kv_group_blocks * layout.block_bytes
+    room_bytes = budget_bytes - layout.kv_bytes(layout.longest_request_blocks)
     caps = range(layout.min_cap, layout.num_experts + 1)
     possible = [c for c in caps if layout.experts_bytes_by_cap[c] <= room_bytes]
     if not possible or (cap is not None and cap not in possible):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wisp_core.contracts import MemoryLayout, Outcome, Split
-from wisp_core.memory.balloon import groups_for_blocks, usable_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +60,11 @@ def plan_moves(
         target: The split asked for.
         floor_blocks: κ_min of the turns that run now, without the null block.
     """
-    groups_before = groups_for_blocks(before.kv_blocks, layout.kv_group_blocks)
-    groups_after = groups_for_blocks(target.kv_blocks, layout.kv_group_blocks)
+    groups_before = layout.groups_for_blocks(before.kv_blocks)
+    groups_after = layout.groups_for_blocks(target.kv_blocks)
     if before.cap == target.cap and groups_before == groups_after:
         return [_move(layout, before, groups_before, before.cap, groups_before)]
-    usable_after = usable_blocks(groups_after, layout.kv_group_blocks)
+    usable_after = layout.usable_blocks(groups_after)
     if reason := _impossible(layout, budget_bytes, target, usable_after):
         return Refusal(outcome=Outcome.FAILED, reason=reason)
     moves = [_move(layout, before, groups_before, target.cap, groups_after)]
@@ -74,7 +73,7 @@ def plan_moves(
             groups = affordable_groups(layout, budget_bytes, cap)
             if moves[-1].groups_after < groups < groups_before:
                 moves.append(_move(layout, before, groups_before, cap, groups))
-        moves = [move for move in moves if usable_blocks(move.groups_after, layout.kv_group_blocks) >= floor_blocks]
+        moves = [move for move in moves if layout.usable_blocks(move.groups_after) >= floor_blocks]
     if not moves:
         return Refusal(
             outcome=Outcome.DEFERRED,
@@ -86,12 +85,12 @@ def plan_moves(
 
 def affordable_groups(layout: MemoryLayout, budget_bytes: int, cap: int) -> int:
     """KV groups, the null group counted, that the budget holds beside ``cap`` slots."""
-    return (budget_bytes - layout.experts_bytes_by_cap[cap]) // (layout.kv_group_blocks * layout.block_bytes)
+    return (budget_bytes - layout.experts_bytes_by_cap[cap]) // layout.kv_group_bytes
 
 
 def _move(layout: MemoryLayout, before: Split, groups_before: int, cap_after: int, groups_after: int) -> Move:
     experts = layout.experts_bytes_by_cap
-    kv_bytes = abs(groups_after - groups_before) * layout.kv_group_blocks * layout.block_bytes
+    kv_bytes = abs(groups_after - groups_before) * layout.kv_group_bytes
     return Move(
         cap_before=before.cap,
         cap_after=cap_after,

@@ -214,7 +214,7 @@ class Resizer:
         """Reports after giving back what a stopped resize has left out of the pool."""
         scheduler, memory = await self._reports()
         taken, backed = set(scheduler.taken_groups), set(memory.kv_groups)
-        num_groups = (self._facts.layout.max_kv_blocks + 1) // self._facts.layout.kv_group_blocks
+        num_groups = self._facts.layout.groups_for_blocks(self._facts.layout.max_kv_blocks)
         if missing := set(range(num_groups)) - taken - backed:
             raise IntegrityError(f"KV groups in vLLM's pool without pages: {sorted(missing)}")
         if leaked := sorted(taken & backed):

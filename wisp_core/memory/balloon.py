@@ -113,16 +113,6 @@ def join_neighbours(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def groups_for_blocks(kv_blocks: int, group_blocks: int) -> int:
-    """Groups that must be backed for ``kv_blocks`` usable blocks, the null block paid."""
-    return -(-(kv_blocks + 1) // group_blocks)
-
-
-def usable_blocks(num_groups: int, group_blocks: int) -> int:
-    """Usable blocks in ``num_groups`` backed groups: all but the null block."""
-    return num_groups * group_blocks - 1
-
-
 def free_groups(block_ids: Sequence[int], are_cached: Sequence[bool], group_blocks: int) -> list[int]:
     """Wholly free groups in the order in which they should go, the null group never among them.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from wisp_core.contracts import MemoryLayout
 from wisp_core.errors import ConfigurationError
-from wisp_core.memory.balloon import group_blocks_of, usable_blocks
+from wisp_core.memory.balloon import group_blocks_of
 from wisp_core.memory.layout import experts_bytes_by_cap, kv_groups_beside
 from wisp_core.planner.cards import Card
 from wisp_core.planner.model_shape import ModelShape
@@ -106,7 +106,7 @@ def memory_layout(shape: ModelShape, choice: EngineChoice, *, pooled_bytes: int,
         block_tokens=choice.block_size,
         block_bytes=block_bytes,
         kv_group_blocks=group_blocks_of([per_layer], page_bytes),
-        max_kv_blocks=usable_blocks(groups, range_blocks),
+        max_kv_blocks=num_blocks - 1,
         max_model_len=choice.max_model_len,
         max_num_seqs=choice.max_num_seqs,
         max_pass_tokens=choice.max_num_batched_tokens,
