@@ -18,7 +18,9 @@ from wisp_core.pager.device.block_rows import HostRows, block_rows, first_host_r
 from wisp_core.pager.device.device_pager import DevicePager
 from wisp_core.pager.device.reference import LayerTable
 from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.interface import ForwardInfo
+from wisp_core.pager.resident_experts import ResidentExperts
 from wisp_core.settings import WispSettings
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -206,12 +208,15 @@ def test_what_the_worker_does_not_tell_is_described_by_the_forward() -> None:
     assert pager.is_prefill, "the worker's word counts"
 
 
-def test_routing_cannot_be_observed_and_says_so() -> None:
-    pager = Paged(cap=6).pager
-    assert not pager.can_observe
-    pager.observer = None
-    with pytest.raises(UnsupportedModelError, match="can_observe"):
-        pager.observer = object()  # type: ignore[assignment]
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
+def test_where_all_experts_fit_the_device_s_time_counts_not_the_launches() -> None:
+    experts = ResidentExperts(Paged(cap=6).pager, StepClock())
+    experts.begin_step(5, is_prefill=True)
+    torch.cuda._sleep(50_000_000)  # cycles: some 30 ms
+    experts.end_step()
+    torch.cuda.synchronize()
+    assert experts.counts_prefill.seconds > 0.01
+    assert experts.counts_decode.seconds == 0
 
 
 def test_rows_of_slots_and_of_the_host_are_read_from_one_address() -> None:

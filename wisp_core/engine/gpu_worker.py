@@ -14,7 +14,8 @@ from wisp_core.engine.device_tally import DeviceSessionTally
 from wisp_core.engine.step_rows import step_kind
 from wisp_core.engine.worker import WispWorkerMixin
 from wisp_core.memory.region import Backing
-from wisp_core.pager.resident_experts import ResidentExperts
+from wisp_core.pager.device.step_clock import StepClock
+from wisp_core.pager.resident_experts import Clock, ResidentExperts
 
 if TYPE_CHECKING:
     from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
@@ -90,6 +91,9 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         self._wisp_pager.end_step()
         if not isinstance(self._wisp_pager, ResidentExperts):
             self._wisp_device_tally.end_step(_batch_of(self.model_runner))
+
+    def _wisp_clock(self) -> Clock:
+        return StepClock()
 
     def _wisp_export_signatures(self) -> list[Signature]:
         return self._wisp_device_tally.export_touched()

@@ -23,7 +23,6 @@ from wisp_core.engine.host_kv import check_holds_a_block, check_host_kv
 from wisp_core.engine.kv_backing import RegionForZeros, block_group, kv_geometry
 from wisp_core.engine.pooled_memory import PooledMemory
 from wisp_core.engine.reports import LayoutReport, PagerReport
-from wisp_core.engine.session_tally import SessionTally
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.layout import kv_groups_beside
 from wisp_core.memory.region import Backing
@@ -31,7 +30,7 @@ from wisp_core.pager.interface import ExpertPager
 from wisp_core.pager.paged_experts import paged_layers
 from wisp_core.pager.plugin import register
 from wisp_core.pager.registry import current_pager
-from wisp_core.pager.resident_experts import ResidentExperts
+from wisp_core.pager.resident_experts import Clock, ResidentExperts
 from wisp_core.settings import WispSettings
 
 register()
@@ -60,7 +59,6 @@ class WispWorkerMixin:
         self._wisp_pager: ExpertPager | ResidentExperts
         self._wisp_zeros: RegionForZeros
         self._wisp_memory: PooledMemory
-        self._wisp_tally: SessionTally
 
     # -- vLLM's life cycle ----------------------------------------------------------------------------------------
 
@@ -71,9 +69,6 @@ class WispWorkerMixin:
         if pager is None or not pager.is_ready:
             raise ConfigurationError("no expert layer of this model is paged: it has none, or it is not vLLM's own")
         self._wisp_pager = pager
-        self._wisp_tally = SessionTally(num_layers=pager.num_layers, num_experts=pager.num_experts)
-        if pager.can_observe:
-            pager.observer = self._wisp_tally
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, and compile what vLLM leaves for the first step that is asked for log-probabilities: seconds."""
@@ -236,8 +231,7 @@ class WispWorkerMixin:
         kv_bytes = -(-blocks // group_blocks) * group_bytes
         if not settings.bypass_if_it_fits or experts_bytes + kv_bytes > self._wisp_budget_bytes:
             return
-        pager.observer = None
-        self._wisp_pager = ResidentExperts(pager)
+        self._wisp_pager = ResidentExperts(pager, self._wisp_clock())
         del pager
         layers = paged_layers(self.model_runner.get_model())
         for layer in layers:
@@ -284,8 +278,12 @@ class WispWorkerMixin:
         """Bytes of activations, workspaces and whatever else is neither weights nor KV."""
         return self._wisp_settings.activation_bytes
 
+    def _wisp_clock(self) -> Clock:
+        """Times steps of which no pager knows."""
+        raise NotImplementedError
+
     def _wisp_export_signatures(self) -> list[Signature]:
-        return self._wisp_tally.export_touched()
+        raise NotImplementedError
 
     def _wisp_trim(self) -> None:
         """Give pages that nobody holds any more back to the system, where a backing keeps some."""

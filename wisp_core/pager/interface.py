@@ -47,11 +47,6 @@ class ExpertPager(Protocol):
         """Where the host tensors come from."""
         ...
 
-    can_observe: bool
-    """Whether ``observer`` may be set: where the device decides, the host does not see the routing."""
-
-    observer: ForwardObserver | None
-
     def add_layer(self) -> int:
         """Announce one layer, in the order of the forward; returns its index."""
         ...

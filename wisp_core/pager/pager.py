@@ -58,8 +58,6 @@ class Pager(PagedLayers[_Layer]):
     The host decides, so this is for the CPU engine; on a GPU it is `wisp_core.pager.device.device_pager.DevicePager`.
     """
 
-    can_observe = True
-
     def __init__(
         self,
         settings: WispSettings,

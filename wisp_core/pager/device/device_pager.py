@@ -34,7 +34,7 @@ from wisp_core.pager.device.uses import DeviceUses
 from wisp_core.pager.host_memory import HostMemory, PageableMemory
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.initial_cap import initial_cap
-from wisp_core.pager.interface import ForwardInfo, ForwardObserver
+from wisp_core.pager.interface import ForwardInfo
 from wisp_core.pager.layer_slots import LayerSlots
 from wisp_core.pager.paged_layers import PagedLayers
 from wisp_core.settings import WispSettings
@@ -81,8 +81,6 @@ class DevicePager(PagedLayers[_Layer]):
     outlive every step.
     """
 
-    can_observe = False
-
     def __init__(
         self,
         settings: WispSettings,
@@ -110,16 +108,6 @@ class DevicePager(PagedLayers[_Layer]):
         self._is_prefill = False
         self._recent = RecentSteps(num_experts, settings.window_s)
         self._prefetcher: Prefetcher | None = None
-
-    @property
-    def observer(self) -> ForwardObserver | None:
-        """Always None: the host does not see the routing."""
-        return None
-
-    @observer.setter
-    def observer(self, observer: ForwardObserver | None) -> None:
-        if observer is not None:
-            raise UnsupportedModelError("routing cannot be observed where the device decides: `can_observe` is False")
 
     # -- building ---------------------------------------------------------------------------------------------------
 
