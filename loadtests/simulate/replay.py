@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from policies.damping import Damped
+from policies.damping import Damped, Damping
 from policies.registry import load_policy
 from wisp_core.simulator.calibration import calibrated_engine, compare, replay, starting_split
 from wisp_core.simulator.recording import read_recording
@@ -22,7 +22,7 @@ class ReplayConfig:
     name: str = "simulate-replay"
     fit: str
     judged: tuple[tuple[str, str], ...]
-    """Recording and the policy that ran: ``static`` for one that moved nothing."""
+    """Recording and the policy that ran: ``static`` for a split that was held, but for what κ_min asks."""
     pass_tokens: int = 1024
     epoch_s: float = 1.0
     window_s: float = 5.0
@@ -31,13 +31,12 @@ class ReplayConfig:
 def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
     """A row for the fitted recording and each judged one."""
     fitted = read_recording(directory / config.fit)
-    engine = calibrated_engine(fitted, pass_tokens=config.pass_tokens)
     settings = SimulationSettings(epoch_s=config.epoch_s, window_s=config.window_s)
+    engine = calibrated_engine(fitted, pass_tokens=config.pass_tokens, policy=_moving("static"), settings=settings)
     for name, policy in ((config.fit, "static"), *config.judged):
         recording = read_recording(directory / name)
-        moving = None if policy == "static" else Damped(policy=load_policy(policy, {}))
         split = starting_split(recording)
-        result = replay(recording.trace, engine, split=split, policy=moving, settings=settings)
+        result = replay(recording.trace, engine, split=split, policy=_moving(policy), settings=settings)
         figures = compare(recording.trace, result)
         yield {
             "recording": Path(name).stem,
@@ -47,6 +46,13 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
             **asdict(figures),
             "off_by": figures.error,
         }
+
+
+def _moving(name: str) -> Damped[Any]:
+    """As a service runs it."""
+    if name == "static":
+        return Damped(policy=load_policy("static_split", {}), damping=Damping(confirmations=1, dead_zone_fraction=0.0))
+    return Damped(policy=load_policy(name, {}))
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from policy_snapshots import make_snapshot
 
 from wisp_core.contracts import PagerCounts
 from wisp_core.errors import ConfigurationError
-from wisp_core.simulator.recording import Recording, read_recording, recording_of, write_recording
+from wisp_core.simulator.recording import Recording, measured_curves, read_recording, recording_of, write_recording
 from wisp_core.simulator.trace_files import read_trace
 from wisp_core.tenant_contracts import TurnRecord
 
@@ -84,6 +84,17 @@ def test_curves_belong_to_the_batch_between_two_snapshots() -> None:
     assert [curves.distinct_experts(batch, 1) for batch in (1, 4)] == [4.0, 12.0]
     with pytest.raises(ConfigurationError, match="no decode step"):
         Recording(trace=trace).expert_curves()
+
+
+def test_a_few_steps_of_another_batch_bend_no_curve() -> None:
+    batches, misses, steps = [2.0, 4.0, 6.0, 5.0], [4.0, 8.0, 12.0, 40.0], [1000, 1000, 1000, 1]
+    snapshots, total, tokens = [], 0, 0
+    for batch, missed, more in zip(batches, misses, steps, strict=True):
+        total, tokens = total + more, tokens + round(batch * more)
+        counts = PagerCounts(steps=total, tokens=tokens, distinct=total)
+        snapshots.append(make_snapshot(decode=counts, decode_misses_by_cap=(missed,) * 9))
+    curves = measured_curves(snapshots)
+    assert [curves.by_cap(batch, 1)[3] for batch in (2, 5, 6)] == pytest.approx([4.0, 10.0, 12.0], rel=0.01)
 
 
 async def test_the_ingress_shows_turns_in_numbers_to_the_operator_only() -> None:

@@ -118,7 +118,7 @@ def test_whole_sessions_are_evicted_as_single_blocks_would_be(actions: list[tupl
             running.append((session, blocks))
         elif running and not is_arrival:
             ended = running.pop(0)
-            cache.finish(*ended)
+            cache.finish(ended[0], ended[1], ended[1])
             reference.finish(*ended)
         elif cache.resize(capacity):
             reference.capacity = capacity
@@ -140,8 +140,9 @@ def test_stack_distances_equal_a_plain_list(uses: list[tuple[int, int]]) -> None
 
 def test_no_prefix_is_found_that_was_not_there() -> None:
     cache = PrefixCache(10)
-    assert cache.admit(1, 4) == 0
-    cache.finish(1, 4)
+    assert cache.admit(1, 3) == 0
+    cache.finish(1, 3, 4)
+    assert (cache.running_blocks, cache.cached_blocks) == (0, 4), "it has grown while it ran"
     assert cache.admit(1, 6) == 4
     with pytest.raises(StopIteration):
         cache.admit(2, 5)  # the caller asks can_admit first

@@ -2,7 +2,8 @@
 
 Curves and compute constants are what the replicas have measured of themselves. Two more are fitted, since no part of
 the service sees them alone: what a decode step costs beside its forward (scheduling, sampling, sending), and what a
-turn costs outside the engine. Each is the difference of a mean between the recording and its replay.
+turn costs outside the engine. Each is a difference between the recording and its replay, of the mean time per token
+and of the time to first token, there the median: most turns wait for no others.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ class Replayed:
         return self.simulated_turn_s / self.measured_turn_s - 1
 
 
-def calibrated_engine(recording: Recording, *, pass_tokens: int) -> EngineModel:
+def calibrated_engine(recording: Recording, *, pass_tokens: int, **options: object) -> EngineModel:
     """The recorded service's engine.
 
     Args:
         recording: Of a service under load, with measured turns.
         pass_tokens: Its ``max_num_batched_tokens``.
+        options: Those of `replay`: its policy, if one moved the split, and how it ran.
 
     Raises:
         ConfigurationError: No measured turns, or no snapshot with fitted costs.
     """
     engine = _measured_engine(recording, pass_tokens)
     for _ in range(_ROUNDS):
-        result = replay(recording.trace, engine, split=starting_split(recording))
+        result = replay(recording.trace, engine, split=starting_split(recording), **options)
         measured, simulated = _token_s(recording.trace), _simulated_token_s(result)
         turns = recording.trace.turns
-        late_s = float(np.nanmean(turns["ttft_s"] - result.ttft_s))
+        late_s = float(np.nanmedian(turns["ttft_s"] - result.ttft_s))
         engine = replace(
             engine,
             step_s=max(0.0, engine.step_s + measured - simulated),

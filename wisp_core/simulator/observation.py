@@ -120,9 +120,9 @@ class Observer:
             totals.pass_tokens,
             totals.turn_seconds,
             totals.busy_s,
-            max(replica.peak_demand_blocks, replica.cache.running_blocks + replica.waiting_blocks),
+            max(replica.peak_demand_blocks, replica.demand_blocks),
         )
-        replica.peak_demand_blocks = replica.cache.running_blocks + replica.waiting_blocks
+        replica.peak_demand_blocks = replica.demand_blocks
         self._samples.append(last)
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - self._window_s:
             self._samples.popleft()
@@ -171,7 +171,7 @@ class Observer:
         return KvDemand(
             running_turns=replica.num_running,
             waiting_turns=len(replica.waiting),
-            floor_blocks=min(max(layout.longest_request_blocks, replica.cache.running_blocks), layout.max_kv_blocks),
+            floor_blocks=min(max(layout.longest_request_blocks, replica.admitted_blocks), layout.max_kv_blocks),
             demand_blocks=max(sample.peak_blocks for sample in self._samples),
             used_blocks=replica.cache.running_blocks,
             cached_blocks=replica.cache.cached_blocks,

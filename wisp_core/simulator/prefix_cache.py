@@ -34,9 +34,9 @@ class PrefixCache:
         self._evict()
         return own
 
-    def finish(self, session: int, blocks: int) -> None:
-        """The turn ends; what it held stays cached."""
-        self.running_blocks -= blocks
+    def finish(self, session: int, held: int, blocks: int) -> None:
+        """A turn for which ``held`` were taken ends; its ``blocks`` stay cached."""
+        self.running_blocks -= held
         # Another turn of the session may have ended meanwhile: one copy stays.
         self.cached_blocks += blocks - self._sessions.pop(session, 0)
         self._sessions[session] = blocks

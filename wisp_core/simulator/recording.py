@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from wisp_core.contracts import ReplicaSnapshot, Signature
@@ -41,8 +42,7 @@ class Recording:
     def expert_curves(self) -> ExpertCurves:
         """Measured curves by batch, without a distinction of topics. Raises ConfigurationError when there are none.
 
-        Each snapshot's curve belongs to the mean batch since the one before; those of like batches are averaged by
-        their steps, and batches in between are interpolated.
+        Each snapshot's curve belongs to its mean batch; over the batch a line is laid through those of all snapshots.
         """
         return measured_curves(self._curved())
 
@@ -52,35 +52,41 @@ class Recording:
 
 def measured_curves(snapshots: Sequence[ReplicaSnapshot]) -> ExpertCurves:
     """Curves by batch from what replicas reported over time. Raises ConfigurationError when no decode step was."""
-    found: dict[int, list[tuple[float, np.ndarray, float]]] = {}
+    batches, steps, misses, needed = list[float](), list[int](), list[tuple[float, ...]](), list[float]()
     before: dict[str, ReplicaSnapshot] = {}
     for one in snapshots:
         last = before.get(one.replica_id)
         before[one.replica_id] = one
         first = (last.decode.steps, last.decode.tokens, last.decode.distinct) if last else (0, 0, 0)
-        steps = one.decode.steps - first[0]
-        if steps <= 0 or not one.decode_misses_by_cap:
+        num_steps = one.decode.steps - first[0]
+        if num_steps <= 0 or not one.decode_misses_by_cap:
             continue
-        mean = (one.decode.tokens - first[1]) / steps
+        mean = (one.decode.tokens - first[1]) / num_steps
         if one.decode_steps_per_s > 0 and one.decode_tokens_per_s > 0:
             mean = one.decode_tokens_per_s / one.decode_steps_per_s  # looks back as far as the curve does
-        batch = max(1, round(mean))
-        distinct = (one.decode.distinct - first[2]) / steps
-        found.setdefault(batch, []).append((steps, np.array(one.decode_misses_by_cap), distinct))
-    if not found:
+        batches.append(max(1.0, mean))
+        steps.append(num_steps)
+        misses.append(one.decode_misses_by_cap)
+        needed.append((one.decode.distinct - first[2]) / num_steps)
+    if not batches:
         raise ConfigurationError("the recording has no decode step: record while turns run")
-    batches = sorted(found)
-    misses = [np.average([m for _, m, _ in found[b]], axis=0, weights=[s for s, _, _ in found[b]]) for b in batches]
-    needed = [np.average([d for _, _, d in found[b]], weights=[s for s, _, _ in found[b]]) for b in batches]
-    num_experts = len(misses[0]) - 1
-    return ExpertCurves(
-        batches,
-        (1,),
-        np.stack(misses)[:, None, :],
-        np.array(needed)[:, None],
-        (1,),
-        np.zeros((1, num_experts + 1)),
-    )
+    ends = sorted({1, max(2, round(max(batches)))})
+    curves = np.minimum.accumulate(_on_line(batches, np.array(misses), steps, ends), axis=1)
+    distinct = _on_line(batches, np.array(needed)[:, None], steps, ends)
+    comeback = np.zeros((1, curves.shape[1]))
+    return ExpertCurves(ends, (1,), curves[:, None, :], distinct, (1,), comeback)
+
+
+def _on_line(
+    places: Sequence[float], values: npt.NDArray[np.float64], weights: Sequence[float], at: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Values at the places ``at`` on the lines through ``values``, [places, any]; no line falls, or below 0."""
+    x, weight = np.array(places), np.array(weights, dtype=float)
+    mean_x, mean = float(np.average(x, weights=weight)), np.average(values, axis=0, weights=weight)
+    square = float(weight @ (x - mean_x) ** 2)
+    slope = np.maximum((weight * (x - mean_x)) @ values / square, 0.0) if square > 0 else np.zeros_like(mean)
+    lines: npt.NDArray[np.float64] = np.maximum(mean + np.subtract.outer(np.array(at), mean_x)[:, None] * slope, 0.0)
+    return lines
 
 
 def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:

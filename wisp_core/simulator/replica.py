@@ -2,8 +2,8 @@
 
 Events are few: a turn comes, a pass ends, a turn ends. Between them every running turn gets one token per step and a
 step takes the same time, so a whole stretch of decode steps is one event. Turns are admitted first come, first served
-when their whole length fits the KV pool, so nothing is preempted. A pass takes prompts in order, up to the engine's
-limit of tokens; running turns ride along with a token each.
+when what they hold on average fits the KV pool: they grow at different times, and nothing is preempted. A pass takes
+prompts in order, up to the engine's limit of tokens; running turns ride along with a token each.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Job(NamedTuple):
     output_tokens: int
     blocks: int
     """KV blocks at its full length."""
+    held_blocks: int
+    """Those that it holds while it runs, mean over its tokens."""
 
 
 NUM_AMOUNTS = 4
@@ -88,6 +90,7 @@ class Replica:
         self.prefilling: deque[Prefill] = deque()
         self.mode = Mode.IDLE
         self.waiting_blocks = 0
+        self.admitted_blocks = 0  # at full length
         self.peak_demand_blocks = 0
         self.demand_seconds: dict[int, float] = {}  # by range of blocks needed in full
         self.topics: Counter[int] = Counter()  # of decoding turns
@@ -117,6 +120,11 @@ class Replica:
         return Split(cap=self.cap, kv_blocks=self.cache.capacity)
 
     @property
+    def demand_blocks(self) -> int:
+        """Blocks that all turns need at full length."""
+        return self.admitted_blocks + self.waiting_blocks
+
+    @property
     def num_running(self) -> int:
         """Admitted turns."""
         return len(self.prefilling) + len(self._decoding)
@@ -134,7 +142,7 @@ class Replica:
             self.asked.begin(job.turn, self._amounts(job, self._saved(job)), now_s)
         self.waiting.append(job)
         self.waiting_blocks += job.blocks
-        self.peak_demand_blocks = max(self.peak_demand_blocks, self.cache.running_blocks + self.waiting_blocks)
+        self.peak_demand_blocks = max(self.peak_demand_blocks, self.demand_blocks)
         if self.mode is Mode.PASS:
             return None
         if self.mode is Mode.IDLE:
@@ -187,7 +195,7 @@ class Replica:
         """Charge the time since the last call to the turns that were there."""
         self._recent_turns = self.recent_turns(now_s)
         self.totals.observe_turns(now_s, self.num_turns)
-        blocks = self.cache.running_blocks + self.waiting_blocks
+        blocks = self.demand_blocks
         if blocks:
             place = demand_range(blocks)
             self.demand_seconds[place] = self.demand_seconds.get(place, 0.0) + now_s - self._demand_since_s
@@ -280,7 +288,8 @@ class Replica:
         self.topics[job.topic] -= 1
         if self.topics[job.topic] == 0:
             del self.topics[job.topic]
-        self.cache.finish(job.session, job.blocks)
+        self.admitted_blocks -= job.blocks
+        self.cache.finish(job.session, job.held_blocks, job.blocks)
         if self.stack is not None:
             self.stack.touch(job.session, job.blocks)
             self.asked.end(job.turn, now_s)
@@ -290,12 +299,17 @@ class Replica:
     def _admit(self, now_s: float) -> bool:
         """Admit waiting turns in order while they fit; whether any was."""
         layout, has_admitted = self.model.layout, False
-        while self.waiting and self.num_running < layout.max_num_seqs and self.cache.can_admit(self.waiting[0].blocks):
+        while (
+            self.waiting
+            and self.num_running < layout.max_num_seqs
+            and self.cache.can_admit(self.waiting[0].held_blocks)
+        ):
             job = self.waiting.popleft()
             self.waiting_blocks -= job.blocks
             if self.stack is not None:
                 self._note_reuse(job)
-            own = self.cache.admit(job.session, job.blocks)
+            self.admitted_blocks += job.blocks
+            own = self.cache.admit(job.session, job.held_blocks)
             reusable = min(job.prefix_tokens, job.prompt_tokens - 1) // layout.block_tokens
             hit_tokens = min(own, reusable) * layout.block_tokens
             self.totals.prompt_tokens += job.prompt_tokens

@@ -149,8 +149,8 @@ class _Run:
         turns = trace.turns
         block_tokens = self._engine.layout.block_tokens
         prompts, outputs = turns["prompt_tokens"], turns["output_tokens"]
-        blocks = -(-(prompts + outputs) // block_tokens)
-        columns = (turns["session"], turns["topic"], prompts, turns["prefix_tokens"], outputs, blocks)
+        blocks, held = -(-(prompts + outputs) // block_tokens), -(-(prompts + outputs // 2) // block_tokens)
+        columns = (turns["session"], turns["topic"], prompts, turns["prefix_tokens"], outputs, blocks, held)
         self._jobs = list(map(Job, range(len(trace)), *(column.tolist() for column in columns)))
         self._clients: list[int] = turns["client"].tolist()
         self._at_s: list[float] = turns["at_s"].tolist()
