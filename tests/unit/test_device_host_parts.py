@@ -18,6 +18,7 @@ from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.staging import _runs, experts_in_no_slot
 from wisp_core.pager.device.state import DeviceState, Path
 from wisp_core.pager.device.statistics import RecentSteps, Sums
+from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.device.uses import DeviceUses
 from wisp_core.pager.host_store import HostStore
 from wisp_core.pager.layer_slots import LayerSlots
@@ -138,6 +139,40 @@ def test_uses_that_come_while_others_are_copied_are_not_lost(monkeypatch: pytest
     device.is_idle = True
     found = [{key: of_key.hits for key, of_key in uses.drain().items()} for _ in range(3)]
     assert found == [{"session": 100}, {"session": 7}, {}]
+
+
+def test_the_seconds_up_to_a_point_of_the_stream_are_those_of_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times, device = iter([1.0, 3.0, 10.0, 14.0]), Device()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at_ms = 1e3 * next(times)
+
+        def record(self) -> None:
+            return
+
+        def query(self) -> bool:
+            return device.is_idle
+
+        def synchronize(self) -> None:
+            assert device.is_idle
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = StepClock()
+    clock.start(is_prefill=False)
+    clock.stop()
+    read = clock.mark()
+    clock.start(is_prefill=False)
+    clock.stop()
+    assert clock.seconds(is_prefill=False) == 0, "neither has ended"
+    device.is_idle = True
+    assert clock.seconds(is_prefill=False) == 6
+    assert [read(), read()] == [{False: 2.0, True: 0.0}] * 2
 
 
 def test_other_tensors_are_made_as_ever() -> None:

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from wisp_core.contracts import PagerCounts
+from wisp_core.contracts import KvDemand, PagerCounts
 from wisp_core.engine.cost_fit import Reading, StepFit
+from wisp_core.engine.reports import PagerReport, SchedulerReport
 from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.telemetry import RateMeter
 
@@ -90,6 +91,34 @@ def test_a_step_that_is_counted_a_moment_later_than_its_forward_biases_nothing()
         found = fit.observe(half / 2, Reading(PagerCounts(), prefill, steps, busy_s))
     assert found.pass_s + 100 * found.prompt_token_s == pytest.approx(0.06, rel=0.05)
     assert found.error_fraction < 0.05
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_counts_that_are_a_report_old_are_compared_with_the_steps_of_then(lag: int) -> None:
+    meter, last, readings = RateMeter(5.0), None, list[Reading]()
+    for second in range(120):
+        last = engine(second, batch=1 + second * second % 7, last=last)
+        readings.append(last)
+        then = readings[max(0, second - lag)]
+        pager = PagerReport(
+            decode=then.decode,
+            prefill=then.prefill,
+            decode_misses_by_cap=(),
+            prefill_misses_by_cap=(),
+            counted_at_s=second - lag - 0.01 if lag else None,
+        )
+        scheduler = SchedulerReport(
+            usable_blocks=0,
+            taken_groups=(),
+            command_seconds=0.0,
+            steps=last.steps,
+            step_seconds=last.step_seconds,
+            kv=KvDemand(),
+        )
+        fit = meter.observe_reports(float(second), pager, scheduler).fit
+    assert fit.step_s == pytest.approx(0.014, rel=0.02)
+    assert fit.pass_s == pytest.approx(0.054, rel=0.05)
+    assert fit.error_fraction < 0.01
 
 
 def test_batches_that_are_all_alike_give_a_fit_that_predicts_them() -> None:

@@ -25,7 +25,7 @@ from wisp_core.engine.openai_app import openai_app, serve_args
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.session_tally import EVERYONE
-from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
+from wisp_core.engine.telemetry import RateMeter, build_snapshot
 from wisp_core.engine.vllm_control import AsyncControl, longest_step_s
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.settings import WispSettings
@@ -132,7 +132,7 @@ class WispEngine:
             scheduler=scheduler,
             memory=memory,
             pager=pager,
-            rates=live.rates.observe(time.monotonic(), reading(pager, scheduler)),
+            rates=live.rates.observe_reports(time.monotonic(), pager, scheduler),
             plan_revision=live.resizer.plan_revision,
             is_resizing=live.resizer.is_resizing,
             is_draining=live.resizer.is_draining,

@@ -16,7 +16,7 @@ from wisp_core.engine.gated_turns import expected_masks
 from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
-from wisp_core.engine.telemetry import RateMeter, build_snapshot, reading
+from wisp_core.engine.telemetry import RateMeter, build_snapshot
 from wisp_core.engine.vllm_control import LocalControl
 from wisp_core.errors import ConfigurationError
 from wisp_core.settings import WispSettings
@@ -99,7 +99,7 @@ class OfflineEngine:
             scheduler=scheduler,
             memory=_run(self._control.memory_report()),
             pager=pager,
-            rates=self._rates.observe(time.monotonic(), reading(pager, scheduler)),
+            rates=self._rates.observe_reports(time.monotonic(), pager, scheduler),
             plan_revision=resizer.plan_revision,
             is_resizing=False,
         )

@@ -66,6 +66,8 @@ class PagerReport(Value):
     decode_misses_by_cap: tuple[float, ...]
     prefill_misses_by_cap: tuple[float, ...]
     decode_union_by_batch: tuple[float, ...] = ()
+    counted_at_s: float | None = None
+    """Moment of the counts on the host's monotonic clock; None: now."""
 
     @classmethod
     def of(cls, pager: ExpertPager | ResidentExperts) -> Self:
@@ -76,4 +78,5 @@ class PagerReport(Value):
             decode_misses_by_cap=pager.decode_misses_by_cap(),
             prefill_misses_by_cap=pager.prefill_misses_by_cap(),
             decode_union_by_batch=pager.decode_union_by_batch(),
+            counted_at_s=pager.counted_at_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from wisp_core.contracts import CostFit, KvDemand, ReplicaSnapshot, Split
@@ -34,6 +35,16 @@ class RateMeter:
         self._last: tuple[float, Reading] | None = None
         self._span_s = 0.0
         self._sums = [0.0] * 5
+        self._steps: deque[tuple[float, int, float]] = deque()  # when, steps, seconds of the last scheduler reports
+
+    def observe_reports(self, now_s: float, pager: PagerReport, scheduler: SchedulerReport) -> Rates:
+        """`observe` what both tell of one moment: counts of a device that works are a report old."""
+        at_s = now_s if pager.counted_at_s is None else pager.counted_at_s
+        self._steps.append((now_s, scheduler.steps, scheduler.step_seconds))
+        while len(self._steps) > 1 and abs(self._steps[1][0] - at_s) <= abs(self._steps[0][0] - at_s):
+            self._steps.popleft()
+        _, steps, step_seconds = self._steps[0]
+        return self.observe(now_s, Reading(pager.decode, pager.prefill, steps, step_seconds))
 
     def observe(self, now_s: float, reading: Reading) -> Rates:
         """Add a reading; all rates are zero for the first, and counters that went back start anew."""
@@ -49,11 +60,6 @@ class RateMeter:
             amount / self._span_s if self._span_s > 0 else 0.0 for amount in self._sums
         )
         return Rates(self._span_s, decode_steps, decode_tokens, passes, prompt_tokens, busy_s, fit)
-
-
-def reading(pager: PagerReport, scheduler: SchedulerReport) -> Reading:
-    """The counters of two reports of one moment."""
-    return Reading(pager.decode, pager.prefill, scheduler.steps, scheduler.step_seconds)
 
 
 def _totals(reading: Reading) -> tuple[float, float, float, float, float]:

@@ -87,6 +87,11 @@ class ExpertPager(Protocol):
         ...
 
     @property
+    def counted_at_s(self) -> float | None:
+        """When the counts were as they are told, on the monotonic clock; None: now."""
+        ...
+
+    @property
     def counts_decode(self) -> PagerCounts:
         """Forwards in which every request computed one token."""
         ...

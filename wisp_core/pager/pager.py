@@ -185,6 +185,10 @@ class Pager(PagedLayers[_Layer]):
     # -- statistics -------------------------------------------------------------------------------------------------
 
     @property
+    def counted_at_s(self) -> None:
+        """None: now."""
+
+    @property
     def counts_decode(self) -> PagerCounts:
         """Forwards in which every request computed one token."""
         return self._decode.counts(self.expert_bytes)

@@ -105,6 +105,10 @@ class ResidentExperts:
         """Nothing can be wrong."""
 
     @property
+    def counted_at_s(self) -> None:
+        """None: now."""
+
+    @property
     def counts_decode(self) -> PagerCounts:
         """Steps, tokens and time; no lookups."""
         return self._counts(self._decode, is_prefill=False)

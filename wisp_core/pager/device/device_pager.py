@@ -279,6 +279,11 @@ class DevicePager(PagedLayers[_Layer]):
     # -- statistics -------------------------------------------------------------------------------------------------
 
     @property
+    def counted_at_s(self) -> float:
+        """Moment of the counts, on the monotonic clock: about the last report's, while the device works."""
+        return self._sums.read().at_s
+
+    @property
     def counts_decode(self) -> PagerCounts:
         """Forwards in which every request computed one token; misses include experts read in place."""
         return self._counts(Path.DECODE)
@@ -333,7 +338,7 @@ class DevicePager(PagedLayers[_Layer]):
 
     def _attach(self) -> None:
         self._state = DeviceState(self.num_layers, self.num_experts, self.cap, self.device)
-        self._sums = DeviceSums(self._state)
+        self._sums = DeviceSums(self._state, self.clock)
         for index, layer in enumerate(self._all_layers()):
             layer.attach(self._state.layer(index), self.device)
         if self.settings.prefetch:
@@ -345,7 +350,8 @@ class DevicePager(PagedLayers[_Layer]):
             self.link_bytes_per_s = self.staging.measure_link()
 
     def _counts(self, path: Path) -> PagerCounts:
-        counts = self._sums.read().total(path)
+        sums = self._sums.read()
+        counts = sums.total(path)
         missed_bytes = counts.misses * self.expert_bytes
         return PagerCounts(
             steps=counts.steps,
@@ -354,7 +360,7 @@ class DevicePager(PagedLayers[_Layer]):
             misses=counts.misses,
             missed_bytes=missed_bytes,
             distinct=counts.distinct,
-            seconds=self.clock.seconds(is_prefill=path is Path.STREAMED),
+            seconds=sums.seconds[path is Path.STREAMED],
             # Inside a graph copies cannot be timed one by one: what they take at the link's measured speed.
             link_seconds=missed_bytes / self.link_bytes_per_s if self.link_bytes_per_s else 0.0,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
@@ -11,8 +13,12 @@ import torch
 
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.state import DeviceState, Path
+from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.working_set.forgetting import Forgetting
 from wisp_core.working_set.union_power import power_union
+
+_REPORT_S = 0.01
+"""What is read within this time belongs to one report, and is of one moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,10 @@ class Sums:
 
     counts: npt.NDArray[np.int64]  # [layers, len(Path), fields of StepCounts]
     distances: npt.NDArray[np.int64]  # [layers, E + 1]
+    seconds: Mapping[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """Device time of the forwards that are counted, by whether they are prefills."""
+    at_s: float = 0.0
+    """When, on the monotonic clock."""
 
     def total(self, path: Path) -> StepCounts:
         """Counts of one path, summed over layers but for ``steps`` and ``rows``, which all layers share."""
@@ -36,13 +46,16 @@ class DeviceSums:
     starts a copy and returns the one before; only an idle device is read at once.
     """
 
-    def __init__(self, state: DeviceState) -> None:
+    def __init__(self, state: DeviceState, clock: StepClock) -> None:
         self._state = state
+        self._clock = clock
         self._fields = len(StepCounts.__slots__)
         is_cuda = state.counts.is_cuda
         self._counts = torch.empty(state.counts.shape, dtype=torch.int64, pin_memory=is_cuda)
         self._distances = torch.empty(state.distances.shape, dtype=torch.int64, pin_memory=is_cuda)
         self._copied: torch.cuda.Event | None = None
+        self._started_s = 0.0
+        self._seconds: Callable[[], Mapping[bool, float]]
         self._last = self._empty()
 
     def read(self) -> Sums:
@@ -52,7 +65,7 @@ class DeviceSums:
             self._finish()
         elif self._copied is None:
             self._start()
-        elif self._copied.query():
+        elif time.monotonic() - self._started_s > _REPORT_S and self._copied.query():
             self._finish()
             self._start()
         return self._last
@@ -64,6 +77,7 @@ class DeviceSums:
         self._last = self._empty()
 
     def _start(self) -> None:
+        self._started_s, self._seconds = time.monotonic(), self._clock.mark()
         self._counts.copy_(self._state.counts, non_blocking=True)
         self._distances.copy_(self._state.distances, non_blocking=True)
         if self._state.counts.is_cuda:
@@ -74,13 +88,19 @@ class DeviceSums:
         if self._copied is not None:
             self._copied.synchronize()
         counts, distances = self._counts.numpy(), self._distances.numpy()
-        self._last = Sums(counts[..., : self._fields].copy(), distances[:, : self._state.num_experts + 1].copy())
+        self._last = Sums(
+            counts[..., : self._fields].copy(),
+            distances[:, : self._state.num_experts + 1].copy(),
+            self._seconds(),
+            self._started_s,
+        )
         self._copied = None
 
     def _empty(self) -> Sums:
         state = self._state
         shape = (state.num_layers, len(Path), self._fields)
-        return Sums(np.zeros(shape, np.int64), np.zeros((state.num_layers, state.num_experts + 1), np.int64))
+        distances = np.zeros((state.num_layers, state.num_experts + 1), np.int64)
+        return Sums(np.zeros(shape, np.int64), distances, at_s=time.monotonic())
 
 
 class RecentSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -36,6 +37,20 @@ class StepClock:
         """Device seconds of the finished forwards of one kind."""
         self._collect()
         return self._seconds[is_prefill]
+
+    def mark(self) -> Callable[[], dict[bool, float]]:
+        """This point of the stream: the seconds by ``is_prefill`` up to here, to be asked for once it has passed."""
+        self._collect()
+        seconds, pending = dict(self._seconds), list(self._pending)
+
+        def read() -> dict[bool, float]:
+            for is_prefill, started, stopped in pending:
+                stopped.synchronize()  # it has passed, or the caller asks too early
+                seconds[is_prefill] += started.elapsed_time(stopped) / 1e3
+            pending.clear()
+            return seconds
+
+        return read
 
     def reset(self) -> None:
         """Forget all forwards."""
