@@ -24,7 +24,7 @@ class Region(Protocol):
         ...
 
     def back(self, ranges: Iterable[ByteRange], *, is_zeroed: bool = True) -> None:
-        """Give pages to ``ranges``. Raises MemoryError with nothing changed.
+        """Give pages to ``ranges``. Raises MemoryError with nothing changed; after any other error, some may be backed.
 
         New pages read as zeros; without ``is_zeroed`` they may hold anything, which is faster on a GPU.
         """
