@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import random
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -36,6 +37,20 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--wisp-long-words", type=int, default=1500, help="Words of a long document.")
     parser.add_argument("--wisp-phase-s", type=float, default=0.0, help="Length of a phase; 0: none.")
     parser.add_argument("--wisp-stats", default="", help="Write the table at the very end here, as CSV.")
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]
+def _refuse_without_keys(environment: Environment, **_: Any) -> None:
+    """A run without a key that can be read ends before its first user. Raises SystemExit."""
+    given = environment.parsed_options.wisp_keys
+    try:
+        paths = [Path(path) for path in json.loads(given).values()]
+    except (ValueError, AttributeError):
+        paths = []
+    if not paths:
+        sys.exit(f'--wisp-keys {given}: give a JSON object of key files by tenant, {{"acme": "acme.key"}}')
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        sys.exit(f"--wisp-keys: there is no file {', '.join(missing)}")
 
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
@@ -117,7 +132,8 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
             "/v1/chat/completions", json=body, headers=headers, name=name, stream=True, catch_response=True
         ) as response:
             if response.status_code != 200:
-                response.failure(f"{response.status_code}: {response.text[:200]}")
+                # Without an answer the status is 0, and the text empty.
+                response.failure(f"{response.status_code}: {response.error or response.text[:200]}")
                 return
             message = self._read(response, name, started_s)
             # Locust stops its clock at the headers of a stream.

@@ -109,5 +109,11 @@ def tenant_spec(tenant: TenantSettings) -> TenantSpec:
 
 
 def tenant_specs(config: ServiceConfig) -> list[TenantSpec]:
-    """Every tenant that the configuration declares."""
-    return [tenant_spec(tenant) for tenant in config.tenants]
+    """Every tenant that the configuration declares. Raises ConfigurationError that names the key file's setting."""
+    specs = []
+    for index, tenant in enumerate(config.tenants):
+        try:
+            specs.append(tenant_spec(tenant))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"tenants.{index}.key_file: {error}") from error
+    return specs

@@ -64,6 +64,12 @@ def run_plan(options: PlanOptions) -> None:
             f"--output: `wisp serve` refuses {options.model}: {refused}; leave it out to see the plan"
         )
     plan = make_plan(request)
+    settings = "" if refused else _settings_text(plan, options)
+    # Before anything is printed: whoever reads that may close the pipe.
+    if options.output is not None:
+        _write(options.output, settings)
+    if options.plot is not None:
+        draw(curve_panels(plan), options.plot)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
@@ -71,9 +77,7 @@ def run_plan(options: PlanOptions) -> None:
     if refused:
         console.print(f"\nThere are no settings for it: `wisp serve` refuses {options.model}: {refused}.", style="bold")
     else:
-        _print_settings(console, plan, options)
-    if options.plot is not None:
-        draw(curve_panels(plan), options.plot)
+        _print_settings(console, settings, plan, options)
 
 
 def _refused(shape: ModelShape) -> str:
@@ -88,11 +92,12 @@ def _refused(shape: ModelShape) -> str:
     )
 
 
-def _print_settings(console: Console, plan: Plan, options: PlanOptions) -> None:
+def _settings_text(plan: Plan, options: PlanOptions) -> str:
     settings = serve_settings(plan, options.model, options.dtype, options.kv_dtype)
-    text = yaml.safe_dump(settings, sort_keys=False)
-    if options.output is not None:
-        _write(options.output, text)
+    return yaml.safe_dump(settings, sort_keys=False)
+
+
+def _print_settings(console: Console, text: str, plan: Plan, options: PlanOptions) -> None:
     console.print(f"\nwisp serve --config {options.output or 'FILE'}, where the file holds:\n", style="bold")
     typer.echo(text)
     console.print("The same split under a plain vllm serve, where it stays as it is:\n", style="bold")

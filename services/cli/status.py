@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,15 @@ def _print_decisions(replica: dict[str, Any], console: Console) -> None:
         change = before if before == decided else f"{before} -> {decided}"
         print_entry(
             console,
-            f"{record['replica_id']}  {change}; {done}",
+            f"{record['replica_id']}  {change}, {_age(record['at_s'])}; {done}",
             f"{record['policy']}: {record['decision']['reason']}",
         )
+
+
+def _age(at_s: float) -> str:
+    """How long ago that was: a policy that holds decides the same each epoch, of which the log has the first."""
+    minutes, seconds = divmod(max(0, round(time.time() - at_s)), 60)
+    return f"{minutes} min {seconds} s ago" if minutes else f"{seconds} s ago"
 
 
 def _sessions(sessions: list[dict[str, Any]]) -> Table:

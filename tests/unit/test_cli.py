@@ -14,7 +14,7 @@ import pytest
 from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.environment import replica_environment
 from services.replica.deployment import wisp_settings, with_terms
-from services.secret_files import ServiceSecrets, read_or_create, replace_secret, secret_path, tenant_spec
+from services.secret_files import ServiceSecrets, read_or_create, replace_secret, secret_path, tenant_spec, tenant_specs
 from wisp_core.errors import ConfigurationError
 
 
@@ -127,6 +127,19 @@ def test_the_store_gets_the_hash_of_a_key_only(tmp_path: Path) -> None:
     spec = tenant_spec(tenant)
     assert spec == tenant_spec(tenant).model_copy(update={"at_s": spec.at_s})
     assert read_or_create(tmp_path / "acme.key") not in spec.model_dump_json()
+
+
+def test_a_key_file_that_cannot_be_read_is_named_by_its_setting(tmp_path: Path) -> None:
+    config = ServiceConfig(
+        model=ModelSettings(path="m"),
+        replica=ReplicaSettings(vram_budget_bytes=1),
+        tenants=(
+            TenantSettings(tenant_id="fine", key_file=tmp_path / "fine.key"),
+            TenantSettings(tenant_id="bad", key_file=tmp_path / "fine.key" / "bad.key"),
+        ),
+    )
+    with pytest.raises(ConfigurationError, match=r"^tenants\.1\.key_file: .*bad\.key: "):
+        tenant_specs(config)
 
 
 def test_the_session_reaches_the_engine_whatever_the_client_sent() -> None:

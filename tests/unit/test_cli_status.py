@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +34,7 @@ def split(cap: int, kv_blocks: int) -> dict[str, int]:
 
 def decision(before: dict[str, int], after: dict[str, int], revision: int | None, reason: str) -> dict[str, Any]:
     return {
+        "at_s": time.time() - 125,
         "replica_id": "vr3bbh0o",
         "policy": "mv_wsa",
         "before": before,
@@ -84,9 +86,9 @@ def test_a_decision_says_what_changed_how_it_ended_and_why() -> None:
             )
         ).split()
     )
-    assert "vr3bbh0o 11 slots, 314 blocks -> 21 slots, 194 blocks; deferred: 194 KV blocks are below" in text
-    assert "vr3bbh0o 11 slots, 314 blocks; hold mv_wsa: hold: no decode step in the window" in text
-    assert "12 slots, 302 blocks; pending mv_wsa: [half] of the budget" in text
+    assert "vr3bbh0o 11 slots, 314 blocks -> 21 slots, 194 blocks, 2 min 5 s ago; deferred: 194 KV blocks" in text
+    assert "vr3bbh0o 11 slots, 314 blocks, 2 min 5 s ago; hold mv_wsa: hold: no decode step in the window" in text
+    assert "12 slots, 302 blocks, 2 min 5 s ago; pending mv_wsa: [half] of the budget" in text
 
 
 def test_a_tenant_is_readable() -> None:

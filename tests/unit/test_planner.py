@@ -307,11 +307,19 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
             read_config(str(tmp_path))
 
 
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "~/nowhere"])
+def test_a_path_that_leads_nowhere_is_no_name_on_a_hub(model: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--model {model}: there is no such directory"):
+        read_config(model)
+
+
 def test_one_turn_is_one_pair_of_rows_and_nothing_saved_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(SHAPES["qwen3-30b-a3b"])))
     arguments = ["plan", "--model", str(tmp_path), "--vram-budget-gb", "24", "--card", "l4", "--concurrency", "1"]
-    answer = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
-    assert "--output" in str(answer.exception), "a directory is no file"
+    refused = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert "--output" in str(refused.exception), "a directory is no file"
+    assert not refused.output, "files come first: whoever reads the tables may close the pipe"
+    answer = CliRunner().invoke(app, arguments)
     assert answer.output.count("tokens/s of 1 turn") == 1
     saved = re.search(r"One MiB more would save (\S+) .*as experts and\s+(\S+)", answer.output)
     assert saved is not None

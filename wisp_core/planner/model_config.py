@@ -26,6 +26,8 @@ def read_config(model: str) -> dict[str, Any]:
 def _downloaded_config(model: str) -> Path:
     if Path(model).exists():
         raise ConfigurationError(f"--model {model}: there is no config.json in it")
+    if model.startswith((".", "/", "~")):  # No name on a hub does.
+        raise ConfigurationError(f"--model {model}: there is no such directory")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
