@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import signal
+import socket
+from urllib.parse import urlsplit
 
 import ray
 from ray import serve
@@ -20,10 +22,14 @@ _OBJECT_STORE_BYTES = 100 << 20
 """Bodies and chunks travel inside messages; Ray's default is a third of the machine's memory."""
 _SPARE_CPUS = 1
 """For a replica that an upgrade adds."""
+_PROBE_TIMEOUT_S = 3.0
 
 
 def start_ray(config: ServiceConfig) -> None:
     """Start or join Ray, and start Serve on it. Raises ConfigurationError."""
+    logging.getLogger("ray.serve").setLevel(
+        logging.WARNING
+    )  # A start that ends here need not say that Serve is absent.
     # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     address = joined_cluster()
@@ -40,11 +46,33 @@ def start_ray(config: ServiceConfig) -> None:
         _join(address, config)
     signal.signal(signal.SIGTERM, on_sigterm)
     refuse_too_many_replicas(config)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=LOGGING)
 
 
+def check_cluster(address: str) -> None:
+    """Raises ConfigurationError where nobody listens: Ray itself would try for minutes, deaf to signals."""
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    if address == "auto" or parts.scheme != "ray":
+        return  # Ray finds these by itself.
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None:
+        raise ConfigurationError(
+            f"RAY_ADDRESS {address}: give HOST:PORT of a Ray cluster's head, such as 10.0.0.1:6379"
+        )
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"RAY_ADDRESS {address}: no Ray there ({error.strerror or error}); start one by `ray start --head`, or "
+            "unset RAY_ADDRESS for a cluster of the service's own"
+        ) from error
+
+
 def _join(address: str, config: ServiceConfig) -> None:
+    check_cluster(address)
     try:
         ray.init(
             address=address,

@@ -1,0 +1,32 @@
+"""A service starts or joins Ray only where that can work, and says nothing that is no news."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from services.ray_cluster import check_cluster
+from wisp_core.errors import ConfigurationError
+
+
+def test_a_ray_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_cluster(f"127.0.0.1:{port}")
+        check_cluster(f"ray://127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(
+            ConfigurationError, match=f"RAY_ADDRESS {address}: no Ray there .*refused.*unset RAY_ADDRESS"
+        ):
+            check_cluster(address)
+
+
+@pytest.mark.parametrize("address", ["head", "head:ray", "head:99999", ":6379", "ray://head"])
+def test_a_ray_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"RAY_ADDRESS {address}: give HOST:PORT"):
+        check_cluster(address)
+
+
+def test_a_cluster_that_ray_finds_is_left_to_ray() -> None:
+    check_cluster("auto")
