@@ -25,6 +25,7 @@ from services.ingress.listener import Listener
 from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
+from services.preflight import check_host
 from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray, this_host
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
@@ -122,6 +123,7 @@ class Service:
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         if driver_code() != self._driver_code:
             raise ConfigurationError("the code of `wisp serve` itself has changed: stop the service and start it again")
+        check_host(config)
         refuse_too_many_replicas(config)
         tenant_specs(config)
         before = self.config, self._code

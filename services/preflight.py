@@ -9,11 +9,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from services.config import ModelSettings, PolicySettings, ServiceConfig
+from services.environment import joined_cluster
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from services.preflight_engine import check_engine
 from wisp_core.errors import ConfigurationError
 
+_REPLICA_BYTES = 1 << 30
+"""What the processes of a replica hold beside its budget, at least: vLLM itself, twice."""
+_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -21,6 +27,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def checked_start(config: ServiceConfig) -> Iterator[None]:
     """Check ``config`` against this machine and own its state directory until exit. Raises ConfigurationError."""
     check_settings(config)
+    check_host(config)
     with own_state_dir(config.state_dir):
         yield
 
@@ -30,6 +37,46 @@ def check_settings(config: ServiceConfig) -> None:
     check_model(config.model)
     check_engine(config.model, config.replica)
     check_policy(config.policy)
+
+
+def check_host(config: ServiceConfig) -> None:
+    """Check what depends on the host that replicas run on, unless Ray chooses it. Raises ConfigurationError."""
+    if joined_cluster() is None:
+        check_memory(config, psutil.virtual_memory().total)
+        if config.replica.host_store_dir is not None:
+            check_host_store(Path(config.replica.host_store_dir))
+
+
+def check_memory(config: ServiceConfig, host_bytes: int) -> None:
+    """Raises ConfigurationError for more replicas than ``host_bytes`` can hold."""
+    replica, count = config.replica, config.most_replicas
+    each_bytes = _REPLICA_BYTES + replica.kv_host_bytes + (0 if replica.num_gpus else replica.vram_budget_bytes)
+    if count * each_bytes > host_bytes:
+        raise ConfigurationError(
+            f"replica.count: {count} replicas, those of dedicated tenants and of autoscaling included, take "
+            f"{each_bytes / 1e9:.1f} GB of memory each, this host has {host_bytes / 1e9:.1f}: give "
+            f"{host_bytes // each_bytes} or fewer, or join a cluster of several hosts by RAY_ADDRESS"
+        )
+
+
+def check_host_store(directory: Path) -> None:
+    """Raises ConfigurationError unless ``directory`` lies in memory and a replica can write, or create, it there."""
+    existing = directory if directory.exists() else directory.parent
+    problem = None
+    if not existing.is_dir():
+        problem = "no such directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = "not writable"
+    elif (kind := _file_system(existing)) not in _MEMORY_FILE_SYSTEMS:
+        problem = f"lies on {kind}, no memory file system"
+    if problem is not None:
+        raise ConfigurationError(f"replica.host_store_dir {directory}: {problem}; give one such as /dev/shm")
+
+
+def _file_system(path: Path) -> str:
+    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    resolved = path.resolve()
+    return next((mounts[one] for one in (resolved, *resolved.parents) if one in mounts), "an unknown file system")
 
 
 @contextlib.contextmanager

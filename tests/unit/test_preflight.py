@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config import HttpSettings, ModelSettings, PolicySettings
+from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
 from services.ingress.listener import Listener
-from services.preflight import check_model, check_policy, own_state_dir
+from services.preflight import check_host, check_host_store, check_memory, check_model, check_policy, own_state_dir
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError
 
@@ -127,3 +127,53 @@ def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["allenai/OLMoE-1B-7B-0924", "gpt2"])
 def test_names_on_the_hub_are_left_to_vllm(name: str) -> None:
     check_model(ModelSettings(path=name))
+
+
+GB = 10**9
+
+
+def config_of(**replica: object) -> ServiceConfig:
+    return ServiceConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "replica": {"vram_budget_bytes": GB, **replica},
+            "tenants": [{"tenant_id": "a", "key_sha256": "0" * 64}],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("replica", "most"),
+    [
+        ({"vram_budget_bytes": 6 * GB}, 14),
+        ({"vram_budget_bytes": 6 * GB, "kv_host_bytes": 3 * GB}, 9),
+        ({"vram_budget_bytes": 80 * GB, "num_gpus": 1}, 93),
+    ],
+)
+def test_more_replicas_than_the_host_holds_are_refused_with_the_number_that_it_does(
+    replica: dict[str, int], most: int
+) -> None:
+    check_memory(config_of(count=most, **replica), 100 * GB)
+    for too_many in ({"count": 5000}, {"autoscaling": {"max_count": most + 1}}):
+        with pytest.raises(ConfigurationError, match=rf"replica\.count: .* this host has 100\.0: give {most} or fewer"):
+            check_memory(config_of(**replica, **too_many), 100 * GB)
+
+
+def test_a_host_store_is_in_memory_and_can_be_written(tmp_path: Path) -> None:
+    check_host_store(Path("/dev/shm"))
+    check_host_store(Path("/dev/shm/wisp-that-a-replica-makes"))
+    with pytest.raises(ConfigurationError, match=r"replica\.host_store_dir /nonexistent/a: no such directory; give"):
+        check_host_store(Path("/nonexistent/a"))
+    with pytest.raises(ConfigurationError, match="no such directory"):
+        check_host_store(Path("/proc/self/status"))
+    with pytest.raises(ConfigurationError, match=r"lies on proc, no memory file system|not writable"):
+        check_host_store(Path("/proc/self"))
+
+
+def test_what_another_host_has_is_not_judged_by_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_much = config_of(count=5000, host_store_dir="/nonexistent/a")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigurationError, match=r"replica\.count"):
+        check_host(too_much)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check_host(too_much)
