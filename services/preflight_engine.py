@@ -11,6 +11,8 @@ import functools
 import importlib.util
 import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ from wisp_core.planner.model_shape import ModelShape, read_shape
 
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
 """Files of vLLM whose classes ``*Args`` hold the names of all serve arguments."""
+_PARSERS = {
+    "tool_call_parser": ("tool_parsers/__init__.py", "tool_parser_plugin"),
+    "reasoning_parser": ("reasoning/__init__.py", "reasoning_parser_plugin"),
+}
+"""Arguments that name a parser: vLLM's file that registers them, and the argument that adds others."""
 _LONGER_THAN_THE_MODEL = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _DENSE_SURE = 0.9
 """Part of the dense weights, as read from config.json, that an engine has for certain."""
@@ -28,7 +35,7 @@ _DENSE_SURE = 0.9
 
 def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
     """Raises ConfigurationError for settings that the model at ``model.path`` or vLLM cannot have."""
-    check_names(replica)
+    check_arguments(replica)
     if (found := _shape_of(model, replica)) is None:
         return  # On the hub, or a layout that only vLLM may know.
     config, shape = found
@@ -38,45 +45,93 @@ def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
     check_budget(shape, replica, kv_tokens=0 if config.get("sliding_window") else max_model_len)
 
 
-def check_names(replica: ReplicaSettings) -> None:
-    """Raises ConfigurationError for engine arguments that vLLM does not have."""
-    known = argument_names()
+def check_arguments(replica: ReplicaSettings) -> None:
+    """Raises ConfigurationError for engine arguments, all at once, that vLLM does not have or that cannot be."""
+    types = argument_types()
     problems = []
-    for name in sorted(replica.engine.keys() - known) if known else ():
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-        problems.append(
-            f"replica.engine.{name}: unknown to vLLM"
-            + (f"; did you mean {near[0]}?" if near else "; give the Python name of an argument of `vllm serve`")
-        )
+    for name, value in sorted(replica.engine.items()) if types else ():
+        problem = _type_problem(types[name], value) if name in types else _unknown(name, types)
+        if problem is None and name in _PARSERS:
+            problem = _parser_problem(name, value, replica)
+        if problem is not None:
+            problems.append(f"replica.engine.{name}: {problem}")
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return "unknown to vLLM" + (
+        f"; did you mean {near[0]}?" if near else "; give the Python name of an argument of `vllm serve`"
+    )
+
+
+def _type_problem(annotation: str, value: Any) -> str | None:
+    """What is wrong with ``value`` for a plain number or flag; None: nothing, or only vLLM can tell."""
+    wanted = {part.strip() for part in annotation.split("|")} - {"None"}
+    if value is None or wanted not in ({"int"}, {"float"}, {"bool"}):
+        return None
+    if wanted == {"bool"}:
+        is_taken, takes = isinstance(value, bool) or value in (0, 1), "true or false"
+    else:
+        takes = "a whole number" if wanted == {"int"} else "a number"
+        if isinstance(value, str):  # "16", and what vLLM may take beside numbers, such as 32k and auto
+            is_taken = value == "auto" or re.match(r"[+-]?\.?\d", value) is not None
+        else:
+            is_taken = isinstance(value, int | float) and not isinstance(value, bool)
+            is_taken = is_taken and (wanted == {"float"} or value == int(value))
+    return None if is_taken else f"takes {takes}, not {value!r}"
+
+
+def _parser_problem(name: str, value: Any, replica: ReplicaSettings) -> str | None:
+    source, plugin = _PARSERS[name]
+    known = _registered(source)
+    if not value or not known or value in known or replica.engine.get(plugin):
+        return None
+    near = difflib.get_close_matches(str(value), known, n=1)
+    return f"vLLM has no {value!r}" + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(known))}")
+
+
 @functools.cache
-def argument_names() -> frozenset[str]:
-    """vLLM's serve arguments by their Python names, from its source: importing it takes seconds. Empty if not found."""
+def _vllm_file(name: str) -> ast.Module | None:
+    """A file of vLLM, parsed: importing it takes seconds. None if it is not there."""
     package = importlib.util.find_spec("vllm")
     if package is None or not package.submodule_search_locations:
-        return frozenset()
-    names: set[str] = set()
+        return None
+    path = Path(package.submodule_search_locations[0]) / name
+    return ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _registered(source: str) -> frozenset[str]:
+    """Keys of the dictionaries that the top of ``source`` assigns: the parsers that vLLM brings."""
+    file = _vllm_file(source)
+    dictionaries = (one.value for one in file.body if isinstance(one, ast.Assign)) if file is not None else ()
+    keys = (key for one in dictionaries if isinstance(one, ast.Dict) for key in one.keys)
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+@functools.cache
+def argument_types() -> dict[str, str]:
+    """Annotations of vLLM's serve arguments by their Python names, "" if it has none. Empty if not found."""
+    types: dict[str, str] = {}
     for source in _SOURCES:
-        path = Path(package.submodule_search_locations[0]) / source
-        if not path.is_file():
-            return frozenset()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names.update(_names_in(node))
-    return frozenset(names)
+        file = _vllm_file(source)
+        if file is None:
+            return {}
+        for node in ast.walk(file):
+            types |= {name: kind for name, kind in _arguments_in(node).items() if kind or name not in types}
+    return types
 
 
-def _names_in(node: ast.AST) -> set[str]:
+def _arguments_in(node: ast.AST) -> dict[str, str]:
     """Fields of a class ``*Args``, or the option that a call of ``add_argument`` adds."""
     if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
-        fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
-        return {target.id for target in fields if isinstance(target, ast.Name)}
+        fields = (one for one in node.body if isinstance(one, ast.AnnAssign))
+        return {one.target.id: ast.unparse(one.annotation) for one in fields if isinstance(one.target, ast.Name)}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
         options = (one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
-        return {option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")}
-    return set()
+        return {option.removeprefix("--").replace("-", "_"): "" for option in options if option.startswith("--")}
+    return {}
 
 
 def _shape_of(model: ModelSettings, replica: ReplicaSettings) -> tuple[dict[str, Any], ModelShape] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.config import ModelSettings, ReplicaSettings
-from services.preflight_engine import argument_names, check_engine
+from services.preflight_engine import argument_types, check_engine
 from wisp_core.errors import ConfigurationError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.planner.model_shape import ModelShape, read_shape
@@ -54,7 +54,42 @@ def test_arguments_that_vllm_does_not_have_are_all_named(model: Path) -> None:
 
 def test_arguments_of_engine_and_frontend_are_known() -> None:
     known = {"max_model_len", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype", "load_format"}
-    assert known | {"enable_auto_tool_choice", "tool_call_parser", "chat_template"} <= argument_names()
+    assert known | {"enable_auto_tool_choice", "tool_call_parser", "chat_template"} <= argument_types().keys()
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"max_num_seqs": "many"}, "takes a whole number, not 'many'"),
+        ({"max_num_seqs": 1.5}, "takes a whole number, not 1.5"),
+        ({"max_num_seqs": [4]}, r"takes a whole number, not \[4\]"),
+        ({"block_size": True}, "takes a whole number, not True"),
+        ({"watermark": "high"}, "takes a number, not 'high'"),
+        ({"enforce_eager": "maybe"}, "takes true or false, not 'maybe'"),
+        ({"tool_call_parser": "hermess"}, "vLLM has no 'hermess'; did you mean hermes"),
+        ({"tool_call_parser": "nosuch"}, "vLLM has no 'nosuch'; it has .*, hermes, "),
+        ({"reasoning_parser": "nosuch"}, "vLLM has no 'nosuch'; it has .*qwen3"),
+    ],
+)
+def test_a_value_that_an_argument_cannot_have_is_refused_by_its_name(
+    model: Path, engine: dict[str, Any], problem: str
+) -> None:
+    (name,) = engine
+    with pytest.raises(ConfigurationError, match=rf"^replica\.engine\.{name}: {problem}"):
+        check(model, engine)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"max_num_seqs": 4, "block_size": "16", "watermark": 0, "enforce_eager": True, "seed": None},
+        {"max_num_batched_tokens": "8k", "max_model_len": "auto", "dtype": "bfloat16"},
+        {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "mine", "tool_parser_plugin": "mine.py"},
+    ],
+)
+def test_values_that_vllm_may_take_are_left_to_it(model: Path, engine: dict[str, Any]) -> None:
+    check(model, engine)
 
 
 def test_a_context_longer_than_the_model_s_is_named(model: Path) -> None:
