@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import logging
 import os
+import re
 import sys
 import time
 from operator import attrgetter
@@ -42,6 +44,14 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 300.0
 FIXED = ("name", "state_dir", "http.host", "http.port", "redis")
 """Settings that no upgrade changes."""
+
+_OF_PYDANTIC = (
+    (r"\n +For further information visit https://errors\.pydantic\.dev.*| \[type=.*", ""),
+    (r" ?\d+ validation errors? for \w+$", ""),
+    (r"^([\w.]+)\n  (?=\S)", r"  replica.engine.\1: "),
+    (r"^  (?:Value|Assertion) error, ", "  replica.engine: "),
+)
+"""Pydantic's words on an engine's arguments, and what becomes of them: a line for each setting."""
 
 
 class Service:
@@ -253,14 +263,19 @@ def _run(application: serve.Application, name: str) -> None:
 
 
 def reason_in(message: str) -> str:
-    """What an operator can mend, from Serve's message on a deployment: of a traceback only WiSP's own error, if any."""
-    _, found, error = message.rpartition("wisp_core.errors.")
-    if not found:
-        return message.strip()
-    lines = error.partition(": ")[2].strip().splitlines()
-    # Pydantic's way to say where it was and what to read.
-    lines = [line.partition(" [type=")[0] for line in lines if "https://errors.pydantic.dev" not in line]
-    return "\n".join(lines)
+    """What an operator can mend, from Serve's message on a deployment: of a traceback only the error that ends it."""
+    _, is_own, error = message.rpartition("wisp_core.errors.")
+    if is_own:
+        text = error.partition(": ")[2]
+    elif '\n  File "' in message:
+        last_frame = message.rpartition('\n  File "')[2].splitlines()[1:]  # Its source is indented, the error not.
+        text = "\n".join(itertools.dropwhile(lambda line: line[:1].isspace(), last_frame))
+    else:
+        text = message
+    if "validation error" in text:
+        for pattern, words in _OF_PYDANTIC:
+            text = re.sub(pattern, words, text, flags=re.MULTILINE)
+    return text.strip().replace("engine arguments: ", "replica.engine: ")
 
 
 def _without_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, str | None]:

@@ -215,9 +215,36 @@ wisp_core.errors.ConfigurationError: the engine did not start: 1 validation erro
     For further information visit https://errors.pydantic.dev/2.14/v/value_error
 """
     assert reason_in(traceback) == (
-        "the engine did not start: 1 validation error for SchedulerConfig\n"
-        "  Value error, max_num_batched_tokens (8) must be at least max_num_seqs (16)."
+        "the engine did not start:\n  replica.engine: max_num_batched_tokens (8) must be at least max_num_seqs (16)."
     )
+    of_fields = """wisp_core.errors.ConfigurationError: no start: 2 validation errors for SchedulerConfig
+max_num_seqs
+  Input should be a valid integer [type=int_parsing, input_value='many', input_type=str]
+    For further information visit https://errors.pydantic.dev/2.14/v/int_parsing
+watermark
+  Input should be a valid number [type=float_parsing, input_value='x', input_type=str]
+    For further information visit https://errors.pydantic.dev/2.14/v/float_parsing
+"""
+    assert reason_in(of_fields) == (
+        "no start:\n  replica.engine.max_num_seqs: Input should be a valid integer\n"
+        "  replica.engine.watermark: Input should be a valid number"
+    )
+    of_vllm = """The deployment failed to start 1 times in a row. Error:
+ray::ServeReplica:faults:Replica.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
+  File "/site-packages/vllm/parser.py", line 42, in get_parser
+    return cls.known[name]
+           ~~~~~~~~~^^^^^^
+KeyError: 'nosuch'
+
+The above exception was the direct cause of the following exception:
+
+  File "/site-packages/vllm/parser.py", line 43, in get_parser
+    raise TypeError(text) from error
+TypeError: the tool parser 'nosuch'
+has not been registered
+"""
+    assert reason_in(of_vllm) == "TypeError: the tool parser 'nosuch'\nhas not been registered"
+    assert reason_in("wisp_core.errors.ConfigurationError: engine arguments: a: odd") == "replica.engine: a: odd"
     assert reason_in(" A replica failed to start: No module named 'x'. ") == (
         "A replica failed to start: No module named 'x'."
     )

@@ -248,7 +248,7 @@ class WispEngine:
 def _build(args: Any) -> AsyncLLM:
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
-    except (RuntimeError, ValueError) as error:  # a dead engine core, or arguments that vLLM refuses
+    except (RuntimeError, TypeError, ValueError) as error:  # a dead engine core, or arguments that vLLM refuses
         raise ConfigurationError(f"the engine did not start, its log names the setting to change: {error}") from error
 
 

@@ -48,10 +48,13 @@ def _as_config(default: Any, value: Any) -> Any:
 
 
 async def openai_app(llm: AsyncLLM, args: Namespace) -> Any:
-    """Build the application around ``llm``."""
+    """Build the application around ``llm``. Raises ConfigurationError."""
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
-    await init_app_state(llm, app.state, args, tasks)
+    try:
+        await init_app_state(llm, app.state, args, tasks)
+    except (KeyError, TypeError, ValueError) as error:  # parsers, templates and the like
+        raise ConfigurationError(f"engine arguments: {error}") from error
     # vLLM's error handler asks its own HTTP server to exit when the engine dies; there is none here.
     app.state.server = SimpleNamespace(should_exit=False)
     return app
