@@ -27,20 +27,23 @@ class StoreAddress(Section):
     service: str = Field(description="Name of the service, part of every key.")
     timeout_s: float = Field(default=0.2, gt=0, description="Longest wait for a connection and for a reply, seconds.")
 
-    def open(self, timeout_s: float | None = None) -> RedisStore:
+    def open(self, timeout_s: float | None = None, *, is_needed: bool = False) -> RedisStore:
         """A new client, for the event loop that uses it; ``timeout_s`` in place of the address's own."""
         password = None if self.password_file is None else self.password_file.read_text().strip()
-        return RedisStore(self.url, self.service, password=password, timeout_s=timeout_s or self.timeout_s)
+        return RedisStore(
+            self.url, self.service, password=password, timeout_s=timeout_s or self.timeout_s, is_needed=is_needed
+        )
 
     async def check(self) -> None:
         """Raises ConfigurationError in the store's words, unless it answers, takes writes and runs scripts."""
-        store = self.open(CHECK_TIMEOUT_S)
+        store = self.open(CHECK_TIMEOUT_S, is_needed=True)
         try:
             await store.ping()
         except StoreUnavailableError as error:
             raise ConfigurationError(
                 f"redis.url: {error}. It has to be one server (no cluster) that takes writes and scripts; a password "
-                "goes into the URL. Without redis.url the service runs a Valkey of its own"
+                "goes into the URL (redis://:PASSWORD@HOST:6379/0). Without redis.url the service runs a Valkey of its "
+                "own"
             ) from error
         finally:
             await store.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from services.app import Service, WithoutShutdownNoise
 from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
@@ -15,7 +16,8 @@ from services.policy.deployment import build_policy_service
 from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
-from wisp_core.errors import ConfigurationError
+from wisp_core.errors import ConfigurationError, StoreUnavailableError
+from wisp_core.store.connection import Connection
 from wisp_core.tenant_contracts import Isolation
 
 PASSWORD = "p:w/d@1"
@@ -85,7 +87,29 @@ async def test_the_file_s_password_opens_the_store(tmp_path: Path) -> None:
     await store.close()
 
 
-def test_a_store_that_cannot_be_used_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "HELLO must be called with the client already authenticated, otherwise",
+            "ResponseError: it asks for a password",
+        ),
+        ("the password is not known.", "ResponseError: the password is not known"),
+        ("word " * 99, f"ResponseError: {'word ' * 39}…"),
+        ("", "ResponseError"),
+    ],
+)
+async def test_what_redis_says_is_told_in_whole_words_without_a_stop(said: str, told: str) -> None:
+    connection = Connection("redis://h:6379/0", None, 0.1)
+    with pytest.raises(StoreUnavailableError) as caught:
+        async with connection.guard():
+            raise ResponseError(said)
+    assert str(caught.value) == f"Redis at h:6379: {told}"
+
+
+def test_a_store_that_cannot_be_used_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     started: list[ServiceConfig] = []
     monkeypatch.setattr("services.app.start_ray", started.append)
     with socket.socket() as probe:
@@ -98,7 +122,9 @@ def test_a_store_that_cannot_be_used_ends_the_start(tmp_path: Path, monkeypatch:
     ):
         pass
     assert PASSWORD not in str(caught.value)
+    assert ".. " not in str(caught.value)
     assert not started
+    assert "going on without it" not in caplog.text
 
 
 def test_a_dedicated_tenant_s_replicas_are_counted_where_replicas_are(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ again. A pooled connection that ended while idle is noticed, and replaced, befor
 from __future__ import annotations
 
 import logging
+import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -33,8 +34,12 @@ FAILURES = (exceptions.RedisError, OSError, RuntimeError)
 class Connection:
     """A Redis client for one event loop. Connects at the first call, and again by itself after an outage."""
 
-    def __init__(self, url: str, password: str | None, timeout_s: float) -> None:
-        """``password`` overrides the URL's; ``timeout_s`` bounds connecting and each reply."""
+    def __init__(self, url: str, password: str | None, timeout_s: float, *, is_needed: bool = False) -> None:
+        """``password`` overrides the URL's; ``timeout_s`` bounds connecting and each reply.
+
+        Whoever needs Redis tells of a failure itself; for others, which go on, it is logged.
+        """
+        self._is_needed = is_needed
         options: dict[str, Any] = {} if password is None else {"password": password}
         self.client = Redis.from_url(
             url,
@@ -84,6 +89,8 @@ class Connection:
     def _tell_failure(self) -> None:
         """Log a failure once per outage: what this process does without Redis is right, but has to be known."""
         now_s = time.monotonic()
+        if self._is_needed:
+            return
         if self._told[0] != self._failure or now_s - self._told[1] > TOLD_AGAIN_S:
             self._told = (self._failure, now_s)
             logger.warning("%s; going on without it", self._failure)
@@ -110,4 +117,7 @@ def _words(error: BaseException) -> str:
     """What ``error`` says, without the arguments of commands: keys hold the ids of sessions."""
     name, text = type(error).__name__, str(error)
     text = text.rpartition("of pipeline caused error: ")[2].partition(", with args beginning with")[0]
-    return f"{name}: {text[:200]}" if text else name
+    if text.startswith("HELLO must be called"):
+        text = "it asks for a password"
+    text = textwrap.shorten(text.rstrip("."), 200, placeholder=" …")
+    return f"{name}: {text}" if text else name

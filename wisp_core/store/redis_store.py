@@ -49,7 +49,15 @@ def _parse_all(cls: type[ContractT], texts: Iterable[str | None]) -> list[Contra
 class RedisStore:
     """``Store`` on Redis. Belongs to the event loop that first uses it."""
 
-    def __init__(self, url: str, service: str, *, password: str | None = None, timeout_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        url: str,
+        service: str,
+        *,
+        password: str | None = None,
+        timeout_s: float = 0.2,
+        is_needed: bool = False,
+    ) -> None:
         """Nothing is connected yet.
 
         Args:
@@ -57,9 +65,10 @@ class RedisStore:
             service: Name of the service, part of every key.
             password: Overrides the URL's, so that the URL may be logged.
             timeout_s: Longest wait for a connection and for a reply, seconds.
+            is_needed: The caller ends where Redis fails, and says so; otherwise failures are logged.
         """
         self._keys = k.Keys(service)
-        self._connection = Connection(url, password, timeout_s)
+        self._connection = Connection(url, password, timeout_s, is_needed=is_needed)
 
     @property
     def round_trips(self) -> int:
