@@ -16,6 +16,7 @@ from services.environment import joined_cluster
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from services.preflight_engine import check_engine
 from wisp_core.errors import ConfigurationError
+from wisp_core.tenant_contracts import Isolation
 
 _REPLICA_BYTES = 1 << 30
 """What the processes of a replica hold beside its budget, at least: vLLM itself, twice."""
@@ -77,6 +78,21 @@ def _file_system(path: Path) -> str:
     mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     resolved = path.resolve()
     return next((mounts[one] for one in (resolved, *resolved.parents) if one in mounts), "an unknown file system")
+
+
+def doubts(config: ServiceConfig) -> list[str]:
+    """What may be meant, and is worth a warning."""
+    replica, lines = config.replica, []
+    most = replica.count if replica.autoscaling is None else max(replica.count, replica.autoscaling.max_count)
+    for index, tenant in enumerate(config.tenants):
+        count = tenant.dedicated_replicas if tenant.isolation is Isolation.DEDICATED else most
+        if tenant.max_concurrent_turns > count * replica.max_ongoing_turns:
+            lines.append(
+                f"tenants.{index}.max_concurrent_turns: {tenant.max_concurrent_turns} turns at once are more than "
+                f"replica.max_ongoing_turns ({replica.max_ongoing_turns}) on each of {count} replicas: the others wait "
+                "before the fair queue, in no fair order"
+            )
+    return lines
 
 
 @contextlib.contextmanager

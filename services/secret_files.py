@@ -17,6 +17,9 @@ from wisp_core.tenant_contracts import TenantLimits, TenantSpec
 
 logger = logging.getLogger(__name__)
 
+LEAST_CHARACTERS = 16
+"""Shorter secrets are guessed: every one admits to the whole service, or to all that a tenant may do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSecrets:
@@ -53,6 +56,11 @@ def read_or_create(path: Path) -> str:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     if not secret:
         raise ConfigurationError(f"{path} is empty: delete it, or write the secret into it")
+    if len(secret) < LEAST_CHARACTERS:
+        raise ConfigurationError(
+            f"{path} holds {len(secret)} characters: give a secret of {LEAST_CHARACTERS} or more, or delete the file "
+            "for a new one"
+        )
     return secret
 
 

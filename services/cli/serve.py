@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from services.app import Service
 from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
-from services.preflight import checked_start
+from services.preflight import checked_start, doubts
 from services.setting_errors import what_is_wrong
 from services.start_progress import told_progress
 from wisp_core.errors import ConfigurationError
@@ -41,11 +41,11 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, redis_url)
     interrupt_by_signals()
-    replicas = "1 replica" if config.num_replicas == 1 else f"{config.num_replicas} replicas"
-    typer.echo(f"wisp: starting {replicas} of {config.model.name}", err=True)
     with checked_start(config), contextlib.ExitStack() as stack:
+        service = Service(config)
+        announce_start(config)
         with told_progress(lambda line: typer.echo(f"wisp: {line}", err=True)):
-            service = stack.enter_context(Service(config))
+            stack.enter_context(service)
         stopped = catch_stop_signals()
         upgrades = Upgrades(service, partial(load_config, redis_url=redis_url))
         announce(service)
@@ -77,6 +77,14 @@ def catch_stop_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     return stopped
+
+
+def announce_start(config: ServiceConfig) -> None:
+    """Print what starts now, and what of it may not be meant."""
+    for doubt in doubts(config):
+        typer.echo(f"wisp: warning: {doubt}", err=True)
+    replicas = "1 replica" if config.num_replicas == 1 else f"{config.num_replicas} replicas"
+    typer.echo(f"wisp: starting {replicas} of {config.model.name}", err=True)
 
 
 def announce(service: Service) -> None:

@@ -37,8 +37,11 @@ def test_a_start_that_is_interrupted_says_so(tmp_path: Path, number: signal.Sign
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     path = tmp_path / "service.yaml"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     path.write_text(
-        f"state_dir: {tmp_path}/state\nmodel: {{path: {tmp_path}/model}}\n"
+        f"state_dir: {tmp_path}/state\nmodel: {{path: {tmp_path}/model}}\nhttp: {{port: {port}}}\n"
         f"replica: {{vram_budget_bytes: 1000, count: {count[0]}}}\n"
         f"tenants: [{{tenant_id: acme, key_file: {tmp_path}/acme.key}}]\n"
     )
@@ -99,9 +102,9 @@ def test_a_key_file_that_others_can_read_is_closed(
     logger.addHandler(caplog.handler)
     monkeypatch.setattr("services.secret_files.logger", logger)
     path = tmp_path / "acme.key"
-    path.write_text("sk-acme\n")
+    path.write_text("sk-acme-0123456789\n")
     path.chmod(0o644)
-    assert read_or_create(path) == "sk-acme"
+    assert read_or_create(path) == "sk-acme-0123456789"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert str(path) in caplog.text
     assert "sk-acme" not in caplog.text
@@ -109,7 +112,7 @@ def test_a_key_file_that_others_can_read_is_closed(
 
 def test_a_replaced_secret_is_private_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "acme.key"
-    for secret in ("first", "second"):
+    for secret in ("first-0123456789", "second-0123456789"):
         replace_secret(path, secret)
         assert read_or_create(path) == secret
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -120,6 +123,18 @@ def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").touch()
     with pytest.raises(ConfigurationError, match="empty"):
         read_or_create(tmp_path / "key")
+
+
+def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("k" * 16)
+    assert read_or_create(path) == "k" * 16
+    path.write_text("0123456789abcde\n")
+    with pytest.raises(
+        ConfigurationError, match="holds 15 characters: give a secret of 16 or more, or delete"
+    ) as caught:
+        read_or_create(path)
+    assert "0123" not in str(caught.value)
 
 
 def test_the_store_gets_the_hash_of_a_key_only(tmp_path: Path) -> None:

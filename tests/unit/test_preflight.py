@@ -11,7 +11,15 @@ import pytest
 
 from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
 from services.ingress.listener import Listener
-from services.preflight import check_host, check_host_store, check_memory, check_model, check_policy, own_state_dir
+from services.preflight import (
+    check_host,
+    check_host_store,
+    check_memory,
+    check_model,
+    check_policy,
+    doubts,
+    own_state_dir,
+)
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError
 
@@ -40,6 +48,7 @@ def test_a_second_service_is_refused_and_leaves_the_first_alone(tmp_path: Path) 
         done = serve(tmp_path, 8000)
         assert (state_dir / "service.json").exists()
     assert done.returncode == 2
+    assert "starting" not in done.stderr
     assert "another service runs there" in done.stderr
     assert "Traceback" not in done.stderr
     with own_state_dir(state_dir):
@@ -177,3 +186,15 @@ def test_what_another_host_has_is_not_judged_by_this_one(monkeypatch: pytest.Mon
         check_host(too_much)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     check_host(too_much)
+
+
+def test_more_turns_than_a_tenant_s_replicas_take_are_a_doubt() -> None:
+    tenant = {"tenant_id": "a", "key_sha256": "0" * 64}
+    shared = config_of(count=2, max_ongoing_turns=64).model_dump(mode="json")
+
+    def told(**limits: object) -> list[str]:
+        return doubts(ServiceConfig.model_validate({**shared, "tenants": [{**tenant, **limits}]}))
+
+    assert told() == told(max_concurrent_turns=128) == []
+    assert [line.partition(": ")[0] for line in told(max_concurrent_turns=129)] == ["tenants.0.max_concurrent_turns"]
+    assert "on each of 1 replicas" in told(max_concurrent_turns=65, isolation="dedicated")[0]

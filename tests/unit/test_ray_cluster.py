@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import pytest
 
-from services.ray_cluster import check_cluster
+from services.config import ServiceConfig
+from services.ray_cluster import check_cluster, start_ray
 from wisp_core.errors import ConfigurationError
 
 
@@ -26,6 +28,15 @@ def test_a_ray_address_where_nobody_listens_is_refused_at_once() -> None:
 def test_a_ray_address_without_host_or_port_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match=f"RAY_ADDRESS {address}: give HOST:PORT"):
         check_cluster(address)
+
+
+def test_a_start_that_ends_before_serve_s_keeps_serve_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("ray.serve")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setenv("RAY_ADDRESS", "head")
+    with pytest.raises(ConfigurationError):
+        start_ray(ServiceConfig.model_construct())
+    assert not logger.isEnabledFor(logging.INFO)
 
 
 def test_a_cluster_that_ray_finds_is_left_to_ray() -> None:
