@@ -38,7 +38,7 @@ class PublicServer:
                 self._call,
                 interface="asgi3",
                 lifespan="off",
-                # The other parser is faster by a third of a millisecond, and takes heads and trailers without an end.
+                # The other parser, faster by 0.06 ms a request, takes heads and trailers without an end.
                 http="h11",
                 h11_max_incomplete_event_size=max_header_bytes + _HEAD_MARGIN_BYTES,
                 ws="none",

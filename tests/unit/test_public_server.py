@@ -199,6 +199,12 @@ async def test_a_head_that_comes_too_slowly_is_cut_off(listener: Listener, monke
         assert await asyncio.wait_for(dripping, 5) < 2000, "not for its size"
 
 
+def test_a_taken_socket_says_that_it_is_tcp(listener: Listener) -> None:
+    # asyncio turns Nagle's algorithm off only then; answers would wait 40 ms for it.
+    with take_listener(listener.path) as taken:
+        assert taken.proto == socket.IPPROTO_TCP
+
+
 def test_a_closed_port_is_given_to_nobody() -> None:
     listener = Listener(HttpSettings(port=free_port()))
     path = listener.path
