@@ -210,6 +210,23 @@ def test_running_turns_keep_their_blocks(engine: OfflineEngine, expected: list[A
     assert engine.resize(plan).outcome is Outcome.APPLIED
 
 
+def test_slots_follow_as_far_as_running_turns_leave_kv(engine: OfflineEngine, expected: list[Answer]) -> None:
+    start_requests(engine)
+    for _ in range(12):
+        engine.llm.llm_engine.step()
+    before = engine.snapshot()
+    caps = range(before.split.cap + 1, before.layout.num_experts + 1)
+    target = [split for cap in caps if (split := full_split(before, cap)).kv_blocks >= FLOOR_BLOCKS][-1]
+    assert target.kv_blocks < before.kv.floor_blocks
+    outcome = engine.resize(engine.plan(target))
+    assert outcome.outcome is Outcome.APPLIED
+    assert before.split.cap < outcome.after.cap < target.cap
+    assert outcome.after.kv_blocks >= before.kv.floor_blocks
+    engine.check_integrity()
+    assert answers(finish_requests(engine)) == expected
+    assert engine.resize(engine.plan(target)).after == target
+
+
 def test_the_smallest_pool_still_answers_everything_by_preemption(engine: OfflineEngine) -> None:
     roomy = answers(engine.generate(PROMPTS, [sampling(n, max_tokens=120) for n in range(8)]))
     engine.llm.reset_prefix_cache()
