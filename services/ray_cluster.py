@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import ray
@@ -23,13 +25,13 @@ _OBJECT_STORE_BYTES = 100 << 20
 _SPARE_CPUS = 1
 """For a replica that an upgrade adds."""
 _PROBE_TIMEOUT_S = 3.0
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 def start_ray(config: ServiceConfig) -> None:
     """Start or join Ray, and start Serve on it. Raises ConfigurationError."""
-    logging.getLogger("ray.serve").setLevel(
-        logging.WARNING
-    )  # A start that ends here need not say that Serve is absent.
+    # From the first moment: a start that ends before Serve's need not say that there is no Serve.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     address = joined_cluster()
@@ -62,24 +64,34 @@ def check_cluster(address: str) -> None:
         raise ConfigurationError(
             f"RAY_ADDRESS {address}: give HOST:PORT of a Ray cluster's head, such as 10.0.0.1:6379"
         )
+    # Of a loopback address Ray makes this host's own one.
+    hosts = [host, ray.util.get_node_ip_address()] if host in _LOOPBACK else [host]
+    failures = [failure for one in hosts if (failure := _connect_failure(one, port)) is not None]
+    if len(failures) == len(hosts):
+        raise ConfigurationError(
+            f"RAY_ADDRESS {address}: no Ray there ({failures[0]}); start one by `ray start --head`, or unset "
+            "RAY_ADDRESS for a cluster of the service's own"
+        )
+
+
+def _connect_failure(host: str, port: int) -> str | None:
     try:
         socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
-        raise ConfigurationError(
-            f"RAY_ADDRESS {address}: no Ray there ({error.strerror or error}); start one by `ray start --head`, or "
-            "unset RAY_ADDRESS for a cluster of the service's own"
-        ) from error
+        return error.strerror or str(error)
+    return None
 
 
 def _join(address: str, config: ServiceConfig) -> None:
     check_cluster(address)
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": serve_environment()},
-        )
+        with _ended_by_signals():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": serve_environment()},
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"RAY_ADDRESS {address}: {error}") from error
     try:
@@ -98,6 +110,17 @@ def _join(address: str, config: ServiceConfig) -> None:
             f"redis.url: the {len(hosts)} hosts of the Ray cluster at {address} cannot reach an embedded Valkey on "
             "loopback; give the URL of a Redis that they reach"
         )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGINT and SIGTERM end this process at once: Ray runs no handler while it waits for what is no Ray."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def this_host() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 
 import pytest
+import ray
 
 from services.config import ServiceConfig
 from services.ray_cluster import check_cluster, start_ray
@@ -37,6 +39,25 @@ def test_a_start_that_ends_before_serve_s_keeps_serve_quiet(monkeypatch: pytest.
     with pytest.raises(ConfigurationError):
         start_ray(ServiceConfig.model_construct())
     assert not logger.isEnabledFor(logging.INFO)
+
+
+def test_signals_end_a_start_that_waits_for_what_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped_by() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    before, meanwhile = stopped_by(), list[object]()
+
+    def init(**_: object) -> None:
+        meanwhile.extend(stopped_by())
+        raise ConnectionError("no Ray")
+
+    monkeypatch.setattr(ray, "init", init)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(ConfigurationError, match=r"RAY_ADDRESS .*: no Ray"):
+            start_ray(ServiceConfig.model_construct())
+    assert meanwhile == [signal.SIG_DFL, signal.SIG_DFL]
+    assert stopped_by() == before
 
 
 def test_a_cluster_that_ray_finds_is_left_to_ray() -> None:
