@@ -18,7 +18,7 @@ import typer
 
 from services.app import Service
 from services.config import ServiceConfig
-from services.preflight import check_settings
+from services.preflight import check_settings, doubts
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
@@ -44,6 +44,8 @@ def request_upgrade(path: Path) -> None:
         # A service that was killed leaves its file behind, and its pid may be anybody's by now.
         raise ConfigurationError(f"no service runs with state_dir {config.state_dir}: start one with `wisp serve`")
     order = secrets.token_hex(8)
+    for doubt in doubts(config):
+        typer.echo(f"wisp: warning: {doubt}", err=True)
     _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
     os.kill(pid, signal.SIGHUP)
     deadline_s = time.monotonic() + TIMEOUT_S
