@@ -81,6 +81,7 @@ def signatures(engine: OfflineEngine) -> dict[str, list[int]]:
 
 def facts(engine: OfflineEngine, memory: GpuMemory) -> dict[str, Any]:
     """What a paged or bypassed engine says after its answers."""
+    torch.cuda.synchronize()  # while the device works, counts are those of an earlier report
     snapshot, pager = engine.snapshot(), current_pager()
     engine.check_integrity()
     return {

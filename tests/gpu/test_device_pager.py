@@ -84,6 +84,8 @@ class Paged:
             assert slot_ids.tolist() == plan(ids[layer], num_valid).slot_ids.tolist()
             self.check_contents(layer, table)
         self.pager.end_step()
+        if not IS_INTERPRETED:
+            torch.cuda.synchronize()  # while the device works, counts are those of an earlier report
 
     def check_contents(self, layer: int, table: LayerTable) -> None:
         experts, where = list(table.slot_of), list(table.slot_of.values())

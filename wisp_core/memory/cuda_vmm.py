@@ -92,8 +92,7 @@ class _PagePool:
         _call(driver.cuMemSetAccess(address, num_bytes, [self.access], 1))
         _call(driver.cuMemsetD8(address, 0, num_bytes))
         torch.cuda.synchronize()
-        for length in lengths:
-            _call(driver.cuMemUnmap(address + (length - 1) * self.page_bytes, length * self.page_bytes))
+        _unmap(address, self.page_bytes, ((length - 1, 2 * length - 1) for length in lengths))
         _call(driver.cuMemAddressFree(address, num_bytes))
         return fillers
 
@@ -163,8 +162,9 @@ class _AddressRange:
             cleared = spans[-1][1] if spans else start
             if stop <= cleared:
                 continue
-            first, last = self._filled.remove(max(start, cleared), stop)
-            self._unmap(first, last)
+            fillers = self._filled.remove(max(start, cleared), stop)
+            self._unmap(fillers)
+            first, last = fillers[0][0], fillers[-1][1]
             if spans and first == cleared:
                 spans[-1] = (spans[-1][0], last)
             else:
@@ -173,7 +173,7 @@ class _AddressRange:
 
     def release(self, start: int, stop: int) -> list[Any]:
         """Unmap ``[start, stop)``, all of which is backed; returns the pages."""
-        self._unmap(start, stop)
+        self._unmap((index, index + 1) for index in range(start, stop))
         self.fill(start, stop)
         return [self.pages.pop(index) for index in range(start, stop)]
 
@@ -186,19 +186,23 @@ class _AddressRange:
         first = self._address + start * page_bytes
         _call(driver.cuMemSetAccess(first, (stop - start) * page_bytes, [self._pool.access], 1))
 
-    def _unmap(self, start: int, stop: int) -> None:
-        page_bytes = self._pool.page_bytes
-        _call(driver.cuMemUnmap(self._address + start * page_bytes, (stop - start) * page_bytes))
+    def _unmap(self, mappings: Iterable[PageRange]) -> None:
+        _unmap(self._address, self._pool.page_bytes, mappings)
 
 
 def _free(address: int, num_bytes: int, pages: dict[int, Any], pool: _PagePool, filled: Mappings) -> None:
     """Unmap what is left of a range, keep its pages, and give the addresses back."""
     torch.cuda.synchronize()
-    # One by one: of several mappings undone by one call compute-sanitizer loses track.
-    for start, stop in [*filled, *((index, index + 1) for index in pages)]:
-        _call(driver.cuMemUnmap(address + start * pool.page_bytes, (stop - start) * pool.page_bytes))
+    _unmap(address, pool.page_bytes, filled)
+    _unmap(address, pool.page_bytes, ((index, index + 1) for index in pages))
     pool.free += pages.values()
     _call(driver.cuMemAddressFree(address, num_bytes))
+
+
+def _unmap(address: int, page_bytes: int, mappings: Iterable[PageRange]) -> None:
+    """Undo them one by one: of several undone by one call compute-sanitizer loses track, and it is hardly faster."""
+    for start, stop in mappings:
+        _call(driver.cuMemUnmap(address + start * page_bytes, (stop - start) * page_bytes))
 
 
 class CudaRegion:

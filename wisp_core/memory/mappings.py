@@ -31,14 +31,13 @@ class Mappings:
         self._stop_of.update(pieces)
         return pieces
 
-    def remove(self, start: int, stop: int) -> PageRange:
-        """Drop every mapping that has a page in ``[start, stop)``, all of which is covered; returns what they cover."""
+    def remove(self, start: int, stop: int) -> list[PageRange]:
+        """Drop every mapping that has a page in ``[start, stop)``, all of which is covered; returns them in order."""
         first = bisect.bisect_right(self._starts, start) - 1
         last = bisect.bisect_left(self._starts, stop)
         dropped = self._starts[first:last]
         del self._starts[first:last]
-        stops = [self._stop_of.pop(at) for at in dropped]
-        return dropped[0], stops[-1]
+        return [(at, self._stop_of.pop(at)) for at in dropped]
 
     def __iter__(self) -> Iterator[PageRange]:
         """All of them, ascending."""
