@@ -102,13 +102,18 @@ def test_replicas_spread_over_the_hosts_of_a_cluster_that_outlives_them(
     try:
         service.wait_ready()
         assert [len(found) for found in cluster.processes("ServeReplica:wisp-test:Replica")] == [1, 1]
-        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key("acme"), max_retries=0, timeout=60)
-        for turn in range(4):
-            answer = client.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": f"turn {turn}"}], max_tokens=4, user=f"user-{turn}"
-            )
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens == 4
+        with openai.OpenAI(
+            base_url=f"{service.url}/v1", api_key=service.key("acme"), max_retries=0, timeout=60
+        ) as client:
+            for turn in range(4):
+                answer = client.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": f"turn {turn}"}],
+                    max_tokens=4,
+                    user=f"user-{turn}",
+                )
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 4
     finally:
         code = service.stop()
     assert code == 0
