@@ -125,7 +125,7 @@ from services.ingress.listener import take_listener
 from services.ingress.server import PublicServer
 
 async def app(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
     await send({"type": "http.response.body", "body": b"some", "more_body": True})
     await asyncio.sleep(60)
 
