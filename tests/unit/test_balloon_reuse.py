@@ -161,7 +161,8 @@ def test_a_turn_counts_in_full_while_it_is_there_and_fades_when_it_has_ended() -
     assert during == pytest.approx(100 / (10 + 30))
     window.end("a", 30.0)
     assert window.rates(30.0, 1e9) == pytest.approx(during)
-    assert window.rates(40.0, 1e9) == pytest.approx(during / math.e)
+    assert window.rates(31.0, 1e9) == pytest.approx(during * math.exp(-0.1), rel=0.05)
+    assert 0 < window.rates(40.0, 1e9)[0] < during[0] / math.e
     window.end("never began", 40.0)
 
 
@@ -178,6 +179,22 @@ def test_a_turn_that_waits_counts_and_is_known_better_once_it_is_admitted() -> N
     window.forget("a")
     window.end("a", 10.0)
     assert window.rates(10.0, 1e9) == pytest.approx([0.0, 0.0]), "it has gone before it was admitted"
+
+
+def test_turns_that_stay_away_fade_sooner_than_those_that_come_seldom() -> None:
+    window = TurnWindow(2, memory_s=10.0)
+    for second in range(60):
+        for sort, every_s in (("often", 1), ("seldom", 10)):
+            if second % every_s == 0:
+                window.begin((sort, second), np.array([1.0, 0.0] if sort == "often" else [0.0, 1.0]), second, sort)
+                window.end((sort, second), second)
+    often, seldom = window.rates(59.0, 60.0)
+    assert (often, seldom) == (pytest.approx(1.0, rel=0.1), pytest.approx(0.1, rel=0.8))
+    later_often, later_seldom = window.rates(67.0, 68.0)
+    assert later_often < 0.05 * often, "eight of them have not come"
+    assert later_seldom / seldom > 4 * later_often / often, "and one of these"
+    window.begin("again", np.array([1.0, 0.0]), 67.0, "often")
+    assert window.rates(67.0, 68.0)[0] > 0.4 * often, "they do"
 
 
 def test_what_is_learnt_of_a_turn_while_it_runs_or_at_its_end_counts() -> None:

@@ -112,7 +112,8 @@ class TurnMeter:
             prompt_hashes = self._prompt_hashes(request)
             self._returns.begin(reversed(prompt_hashes), now_s)
             saved = self._reuse.saved(prompt_hashes, **self._prompt_sizes(request))
-        self._asked.begin(request.request_id, self._amounts(request, saved), now_s)
+        sort = request.num_prompt_tokens.bit_length()
+        self._asked.begin(request.request_id, self._amounts(request, saved), now_s, sort)
         self.note_change()
 
     def note_admitted(self, request_ids: list[str]) -> None:

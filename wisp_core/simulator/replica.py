@@ -139,7 +139,7 @@ class Replica:
         self.observe(now_s)
         if self.stack is not None:
             self.returns.begin((job.session,), now_s)
-            self.asked.begin(job.turn, self._amounts(job, self._saved(job)), now_s)
+            self.asked.begin(job.turn, self._amounts(job, self._saved(job)), now_s, job.prompt_tokens.bit_length())
         self.waiting.append(job)
         self.waiting_blocks += job.blocks
         self.peak_demand_blocks = max(self.peak_demand_blocks, self.demand_blocks)
