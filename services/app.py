@@ -165,7 +165,7 @@ class Service:
         )
 
     def _start(self) -> None:
-        self._listener = Listener(self.config.http)
+        self._listener = Listener(self.config.http, self.config.state_dir)
         if self.config.redis.url is None:
             self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
             self.valkey.start()
@@ -198,7 +198,6 @@ class Service:
             self._store_address,
             self._replicas(),
             {one.tenant_id: self._replicas(f"Replica-{one.tenant_id}", one.dedicated_replicas) for one in dedicated},
-            listener="" if self._listener is None else self._listener.path,
             host=self._host,
             policy_app=self.policy_app,
             service_began_s=self._began_s,

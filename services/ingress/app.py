@@ -46,7 +46,6 @@ class Ingress:
         replicas: DeploymentHandle,
         dedicated: dict[str, DeploymentHandle],
         *,
-        listener: str,
         policy_app: str,
         service_began_s: float,
         service_started_s: float,
@@ -83,7 +82,8 @@ class Ingress:
         admin = TenantAdmin(self._operator_store, directory, key_files)
         app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
         await directory.refresh()
-        self._server = PublicServer(app, take_listener(listener), max_header_bytes=service.http.max_header_bytes)
+        taken = take_listener(service.state_dir)
+        self._server = PublicServer(app, taken, max_header_bytes=service.http.max_header_bytes)
         self._tasks = BackgroundTasks(
             http=self._server.run(), tenants=directory.refresh_forever(), leases=limiter.renew_forever()
         )
@@ -119,7 +119,6 @@ def build_ingress(
     replicas: serve.Application,
     dedicated: Mapping[str, serve.Application],
     *,
-    listener: str,
     host: str | None,
     policy_app: str,
     service_began_s: float,
@@ -132,8 +131,7 @@ def build_ingress(
         store: Where the store is.
         replicas: The replica deployment, with ``WispRouter`` as its router.
         dedicated: By tenant id, the deployment of a tenant's own replicas.
-        listener: Path of the `Listener` that holds the public port.
-        host: Ray's resource of the host where that is, if there may be others.
+        host: Ray's resource of the host where the public port is, if there may be others.
         policy_app: Name of the policy service's application, whose metrics are shown; it may come and go.
         service_began_s: Unix time, of the start or the last upgrade. The file's tenants replace what the store knows
             from before.
@@ -158,7 +156,6 @@ def build_ingress(
         store.model_dump(mode="json"),
         replicas,
         dict(dedicated),
-        listener=listener,
         policy_app=policy_app,
         service_began_s=service_began_s,
         service_started_s=service_started_s,

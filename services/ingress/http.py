@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
@@ -13,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.config import HttpSettings
 from services.ingress.admin import TenantAdmin
@@ -26,15 +25,11 @@ from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
 from services.ingress.turn import Reply
 from wisp_core.errors import StoreUnavailableError
 
-logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
-
-SEND_TIMEOUT_S = 60.0
-"""A client that takes no byte for this long is cut off."""
 
 
 class TurnStream(StreamingResponse):
-    """A stream whose generator is closed as soon as its client has gone or takes nothing any more."""
+    """A stream whose generator is closed as soon as its client has gone."""
 
     def __init__(self, reply: Reply, pieces: AsyncGenerator[bytes, None]) -> None:
         super().__init__(pieces, status_code=reply.status, headers={**reply.headers, "cache-control": "no-cache"})
@@ -42,15 +37,8 @@ class TurnStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            logger.info("a client that took nothing for %.0f s was cut off", SEND_TIMEOUT_S)
+            await super().__call__(scope, receive, send)
         finally:
             await self._pieces.aclose()
 

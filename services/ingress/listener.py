@@ -7,13 +7,14 @@ while one takes over from another, waits in the socket's queue for the next one;
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import socket
-import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import HttpSettings
+from services.secret_files import secret_path
 from wisp_core.errors import ConfigurationError
 
 BACKLOG = 2048
@@ -22,15 +23,22 @@ _TAKE_TIMEOUT_S = 10.0
 
 
 class Listener:
-    """Listens at the service's address, and hands the socket to whoever asks at ``path``, which only its owner can."""
+    """Listens at the service's address, and hands the socket to its owner's processes that ask in ``state_dir``."""
 
-    def __init__(self, http: HttpSettings) -> None:
+    def __init__(self, http: HttpSettings, state_dir: Path) -> None:
         """Nobody accepts yet. Raises ConfigurationError when nothing can listen there."""
+        self.state_dir = state_dir
         self._socket = _listen(http)
-        self._directory = Path(tempfile.mkdtemp(prefix="wisp-"))  # For the owner only.
-        self.path = str(self._directory / "port")
         self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(self.path)
+        try:
+            door_directory(state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _door_name(state_dir) as name:
+                Path(name).unlink(missing_ok=True)  # Of a service that was killed; state_dir has one at a time.
+                self._door.bind(name)
+        except OSError as error:
+            self._door.close()
+            self._socket.close()
+            raise ConfigurationError(f"state_dir {state_dir}: {error}") from error
         self._door.listen()
         self._thread = threading.Thread(target=self._hand_out, name="wisp-listener", daemon=True)
         self._thread.start()
@@ -50,18 +58,33 @@ class Listener:
         self._thread.join()
         self._door.close()
         self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def take_listener(path: str) -> socket.socket:
-    """The listening socket that a `Listener` of this host holds. Raises OSError when there is none."""
+def take_listener(state_dir: Path) -> socket.socket:
+    """The listening socket that the `Listener` of this ``state_dir`` holds. Raises OSError when there is none."""
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(_TAKE_TIMEOUT_S)
-        door.connect(path)
+        with _door_name(state_dir) as name:
+            door.connect(name)
         _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
     if not descriptors:
-        raise ConnectionError(f"{path}: the public port is closed")
+        raise ConnectionError(f"{state_dir}: the public port is closed")
     return socket.socket(fileno=descriptors[0])
+
+
+def door_directory(state_dir: Path) -> Path:
+    """Where the door is: only the owner gets there, since who has the socket gets the service's clients."""
+    return secret_path(state_dir, "port").parent
+
+
+@contextlib.contextmanager
+def _door_name(state_dir: Path) -> Iterator[str]:
+    """A name of the door that is short: a socket's may have 107 bytes, whatever the directory's is."""
+    descriptor = os.open(door_directory(state_dir), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/port.socket"
+    finally:
+        os.close(descriptor)
 
 
 def _listen(http: HttpSettings) -> socket.socket:

@@ -130,13 +130,12 @@ def service(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPa
             request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
         ),
     ).bind()
-    listener = Listener(config.http)
+    listener = Listener(config.http, state_dir)
     application = build_ingress(
         config,
         StoreAddress(url=valkey_server.url, password_file=password_file, service=NAME),
         replicas,
         {},
-        listener=listener.path,
         host=None,
         policy_app="no-such-app",
         service_began_s=time.time(),

@@ -91,9 +91,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_address_of_another_machine_is_named() -> None:
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"http\.host 203\.0\.113\.1"):
-        Listener(HttpSettings(host="203.0.113.1", port=8000))
+        Listener(HttpSettings(host="203.0.113.1", port=8000), tmp_path)
 
 
 def test_a_state_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +18,10 @@ import pytest
 from ingress_in_process import HEAD, KEY, Service
 
 from services.config import HttpSettings
-from services.ingress import http as http_of_ingress
 from services.ingress import server
 from services.ingress.listener import Listener, take_listener
 from services.ingress.server import PublicServer
+from wisp_core.errors import ConfigurationError
 
 Send = Callable[[Any], Awaitable[None]]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -33,15 +34,15 @@ def free_port() -> int:
 
 
 @pytest.fixture
-async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listener]:
+async def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Listener]:
     monkeypatch.setattr(server, "LEAVE_S", 0.2)
-    opened = Listener(HttpSettings(port=free_port()))
+    opened = Listener(HttpSettings(port=free_port()), tmp_path)
     yield opened
     opened.close()
 
 
 def url_of(listener: Listener) -> str:
-    with take_listener(listener.path) as taken:
+    with take_listener(listener.state_dir) as taken:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
@@ -72,7 +73,7 @@ class Reading(Named):
 
 @asynccontextmanager
 async def serving(listener: Listener, app: Any) -> AsyncIterator[PublicServer]:
-    public = PublicServer(app, take_listener(listener.path), max_header_bytes=2000)
+    public = PublicServer(app, take_listener(listener.state_dir), max_header_bytes=2000)
     task = asyncio.create_task(public.run())
     yield public
     await public.stop()
@@ -121,6 +122,7 @@ async def test_a_server_stops_after_its_last_answer(listener: Listener) -> None:
 
 _SERVER = """
 import asyncio, sys
+from pathlib import Path
 from services.ingress.listener import take_listener
 from services.ingress.server import PublicServer
 
@@ -129,12 +131,12 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"some", "more_body": True})
     await asyncio.sleep(60)
 
-asyncio.run(PublicServer(app, take_listener(sys.argv[1]), max_header_bytes=2000).run())
+asyncio.run(PublicServer(app, take_listener(Path(sys.argv[1])), max_header_bytes=2000).run())
 """
 
 
 async def test_a_killed_server_takes_only_its_own_answers_with_it(listener: Listener) -> None:
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVER, listener.path)
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVER, str(listener.state_dir))
     async with httpx.AsyncClient(base_url=url_of(listener), timeout=20) as client:
         async with client.stream("GET", "/") as begun:
             assert begun.status_code == 200
@@ -201,16 +203,14 @@ async def test_a_head_that_comes_too_slowly_is_cut_off(listener: Listener, monke
 
 def test_a_taken_socket_says_that_it_is_tcp(listener: Listener) -> None:
     # asyncio turns Nagle's algorithm off only then; answers would wait 40 ms for it.
-    with take_listener(listener.path) as taken:
+    with take_listener(listener.state_dir) as taken:
         assert taken.proto == socket.IPPROTO_TCP
 
 
-def test_a_closed_port_is_given_to_nobody() -> None:
-    listener = Listener(HttpSettings(port=free_port()))
-    path = listener.path
-    listener.close()
-    with pytest.raises(OSError, match="No such file"):
-        take_listener(path)
+def test_a_closed_port_is_given_to_nobody(tmp_path: Path) -> None:
+    Listener(HttpSettings(port=free_port()), tmp_path).close()
+    with pytest.raises(OSError, match="refused"):
+        take_listener(tmp_path)
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -235,7 +235,7 @@ async def test_a_client_that_leaves_before_its_answer_cancels_the_turn(listener:
 async def test_a_client_that_takes_nothing_is_cut_off_with_bounded_memory(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_of_ingress, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.2)
     event = b'data: {"choices": [{"delta": {"content": "' + b"x" * (1 << 18) + b'"}}]}\n\n'
     service = Service()
     service.handle.scripts = [[HEAD, *[event] * 400]]  # 100 MB
@@ -250,3 +250,80 @@ async def test_a_client_that_takes_nothing_is_cut_off_with_bounded_memory(
         assert len(list(service.handle.calls[0]._script)) > 300, "read on for a client that takes nothing"
         writer.close()
     assert 'wisp_ingress_turns_total{status="499",tenant="a"} 1.0' in service.telemetry.scrape()
+
+
+class Large(Named):
+    """Answers each request with 4 MiB at once."""
+
+    def __init__(self) -> None:
+        super().__init__("x" * (4 << 20))
+
+
+async def test_who_takes_nothing_of_whole_answers_is_cut_off_and_holds_up_no_stop(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(server, "SWEEP_S", 0.05)
+    port = int(url_of(listener).rpartition(":")[2])
+    async with asyncio.timeout(10), serving(listener, Large()) as public:
+        writers = []
+        for _ in range(3):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 5)
+            writers.append(writer)
+        connections = public._server.server_state.connections
+        await wait_until(lambda: len(connections) == 3)
+        await wait_until(lambda: not connections)
+        for _ in range(3):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 5)
+            writers.append(writer)
+        await wait_until(lambda: len(connections) == 3)
+    for writer in writers:
+        writer.close()
+
+
+async def test_what_comes_after_an_early_answer_closes_quietly(listener: Listener) -> None:
+    errors = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with serving(listener, Named("no")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url_of(listener).rpartition(":")[2]))
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"zzz\r\n")
+        assert (await reader.read()).endswith(b"no")
+        writer.close()
+    assert errors == []
+
+
+async def test_too_many_connections_are_closed_at_once(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
+    port = int(url_of(listener).rpartition(":")[2])
+    async with serving(listener, Named("served")) as public:
+        _, idle = await asyncio.open_connection("127.0.0.1", port)
+        await wait_until(lambda: len(public._server.server_state.connections) == 1)
+        reader, refused = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        for writer in (idle, refused):
+            writer.close()
+
+
+def test_a_long_directory_is_no_obstacle(tmp_path: Path) -> None:
+    state_dir = tmp_path / ("long" * 40)
+    listener = Listener(HttpSettings(port=free_port()), state_dir)
+    take_listener(state_dir).close()
+    listener.close()
+    # A service that was killed leaves its door behind.
+    again = Listener(HttpSettings(port=free_port()), state_dir)
+    take_listener(state_dir).close()
+    again.close()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="state_dir"):
+        Listener(HttpSettings(port=free_port()), tmp_path / "file")
