@@ -70,6 +70,7 @@ class Service:
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
         self._is_published = False
+        self._has_ray = False
 
     @property
     def url(self) -> str:
@@ -99,7 +100,7 @@ class Service:
         """Stop what runs; safe to call twice."""
         if self._is_published:
             remove_service_file(self.config.state_dir)
-        if ray.is_initialized():
+        if self._has_ray and ray.is_initialized():
             with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
                 serve.shutdown()
                 ray.shutdown()
@@ -171,6 +172,7 @@ class Service:
             self.valkey.start()
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
+        self._has_ray = True
         start_ray(self.config)
         self._host = this_host()
         self._run_all()

@@ -112,6 +112,11 @@ def test_a_store_that_cannot_be_used_ends_the_start(
 ) -> None:
     started: list[ServiceConfig] = []
     monkeypatch.setattr("services.app.start_ray", started.append)
+    # A Ray that runs in this process is somebody else's.
+    stopped: list[str] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: stopped.append("ray"))
+    monkeypatch.setattr("ray.serve.shutdown", lambda: stopped.append("serve"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         http = HttpSettings(port=probe.getsockname()[1])
@@ -124,6 +129,7 @@ def test_a_store_that_cannot_be_used_ends_the_start(
     assert PASSWORD not in str(caught.value)
     assert ".. " not in str(caught.value)
     assert not started
+    assert not stopped
     assert "going on without it" not in caplog.text
 
 
