@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import HttpSettings
-from services.secret_files import secret_path
 from wisp_core.errors import ConfigurationError
 
 BACKLOG = 2048
@@ -74,7 +73,7 @@ def take_listener(state_dir: Path) -> socket.socket:
 
 def door_directory(state_dir: Path) -> Path:
     """Where the door is: only the owner gets there, since who has the socket gets the service's clients."""
-    return secret_path(state_dir, "port").parent
+    return state_dir / "port"
 
 
 @contextlib.contextmanager
@@ -82,7 +81,7 @@ def _door_name(state_dir: Path) -> Iterator[str]:
     """A name of the door that is short: a socket's may have 107 bytes, whatever the directory's is."""
     descriptor = os.open(door_directory(state_dir), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}/port.socket"
+        yield f"/proc/self/fd/{descriptor}/socket"
     finally:
         os.close(descriptor)
 

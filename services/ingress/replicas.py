@@ -202,9 +202,12 @@ async def _drained(stream: ReplicaStream) -> None:
 
 
 async def broadcast(handle: ReplicaHandle, method_name: str, timeout_s: float = 2.0) -> list[Any]:
-    """What every replica of a deployment answers to a method; those that fail are left out, all if one is late."""
+    """What every replica of a deployment answers to a method; those that fail are left out, all if one is late.
+
+    Nobody answers for a deployment that is not there yet.
+    """
     try:
         results = await handle.broadcast(method_name).results_async(timeout_s=timeout_s, return_exceptions=True)
-    except (RayError, TimeoutError):
+    except (RayError, DeploymentUnavailableError, TimeoutError):
         return []
     return [result for result in results if not isinstance(result, BaseException)]

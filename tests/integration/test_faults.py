@@ -32,6 +32,8 @@ class Turn:
     ended_s: float
     text: str
     error: str | None
+    has_begun: bool
+    """Whether anything of the answer had come, which a client cannot ask for again."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Traffic:
 
     def lost(self) -> list[Turn]:
         """Turns that failed although nothing had been sent."""
-        return [turn for turn in self.turns if turn.error is not None and not turn.text]
+        return [turn for turn in self.turns if turn.error is not None and not turn.has_begun]
 
     async def wait_for(self, num_turns: int, since_s: float, timeout_s: float = 60.0) -> None:
         """Until each session has finished that many good turns that began after ``since_s``."""
@@ -60,7 +62,7 @@ class Traffic:
 
 
 async def _turn(client: openai.AsyncOpenAI, session: int, number: int) -> Turn:
-    began_s, text, error = time.monotonic(), "", None
+    began_s, text, error, has_begun = time.monotonic(), "", None, False
     request = {
         "model": MODEL,
         "messages": [{"role": "user", "content": " " + " ".join(topic_words(session)[number % 100 :][:30])}],
@@ -73,11 +75,13 @@ async def _turn(client: openai.AsyncOpenAI, session: int, number: int) -> Turn:
             answer = await client.chat.completions.create(**request)
             text = answer.choices[0].message.content
         else:
-            async for chunk in await client.chat.completions.create(**request, stream=True):
+            chunks = await client.chat.completions.create(**request, stream=True)
+            has_begun = True
+            async for chunk in chunks:
                 text += "".join(choice.delta.content or "" for choice in chunk.choices)
     except openai.OpenAIError as caught:
         error = f"{type(caught).__name__}: {caught}"
-    return Turn(session, began_s, time.monotonic(), text, error)
+    return Turn(session, began_s, time.monotonic(), text, error, has_begun)
 
 
 @asynccontextmanager

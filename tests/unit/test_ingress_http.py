@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from services.ingress.cluster import Cluster
 from services.ingress.sessions import cache_salt
@@ -142,6 +144,14 @@ async def test_readiness_tells_which_engine_is_dead(service: Service) -> None:
         assert reply.status == status
         assert len(json.loads(reply.body)["replicas"]) == len(health)
     assert (await service.request("/healthz", headers={})).status == 200
+
+
+async def test_a_service_without_replicas_yet_is_not_ready(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(method_name: str) -> None:
+        raise DeploymentUnavailableError(DeploymentID(name="Replica"))
+
+    monkeypatch.setattr(service.handle, "broadcast", broadcast)
+    assert (await service.request("/readyz", headers={})).status == 503
 
 
 async def test_status_needs_the_admin_key(service: Service) -> None:
