@@ -17,6 +17,7 @@ from loadtests.bench import prefetch as prefetching
 from loadtests.bench.online import cli as of_a_service
 from loadtests.bench.runner import Measured, run_jobs
 from loadtests.bench.service import service
+from loadtests.typed_command import typed_command
 from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -132,7 +133,7 @@ def latency(
         (prefill_config, summary.prefill_summary, columns.PREFILL),
     )
     directory = (output or report.RESULTS).resolve()
-    command = report.command_line()
+    command = typed_command()
 
     def own(measured: Measured, name: str) -> Measured:
         rows = [row for row in measured.rows if row.get("benchmark", name) == name]
@@ -311,7 +312,7 @@ def _run(
 ) -> None:
     """Run, save after every engine, print; exit code 1 when no engine gave a row."""
     path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = report.command_line()
+    command = typed_command()
 
     def save(measured: Measured) -> None:
         report.write_result(path, config, command, measured, summarize(measured.rows))

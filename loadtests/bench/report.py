@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,18 +25,6 @@ def result_path(benchmark: str, device: str) -> Path:
     """A new name: results are kept, the good ones and the others."""
     now = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return RESULTS / f"{benchmark}-{device}-{now}.json"
-
-
-def command_line() -> str:
-    """What was typed, without options that name a place of this machine: they decide nothing."""
-    words = sys.argv[1:]
-    is_place = [word.startswith("/") for word in words]
-    kept = [
-        word
-        for word, is_here, is_next in zip(words, is_place, [*is_place[1:], False], strict=True)
-        if not is_here and not (is_next and word.startswith("--"))
-    ]
-    return "wisp bench " + shlex.join(kept)
 
 
 def write_result(path: Path, config: Any, command: str, measured: Measured, summary: dict[str, Any]) -> None:

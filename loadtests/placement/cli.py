@@ -14,7 +14,8 @@ import typer
 
 from loadtests.bench.report import result_path, write_result
 from loadtests.bench.runner import Measured
-from loadtests.service.results import command_line, merge_results
+from loadtests.service.results import merge_results
+from loadtests.typed_command import typed_command
 from wisp_core.errors import ConfigurationError, WispError
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _write(
     from loadtests.bench.child.hardware import hardware, versions
 
     measured = Measured(rows=rows, hardware=hardware(), versions=versions())
-    write_result(path, config, command_line(sys.argv[1:]), measured, summarize(rows))
+    write_result(path, config, typed_command(), measured, summarize(rows))
 
 
 def _say(text: str) -> None:

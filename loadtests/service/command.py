@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import typer
 from loadtests.bench.report import print_table, result_path
 from loadtests.service.made_up import python_path, with_made_up_weights
 from loadtests.service.run import Found, ServiceRun, host_copies, run_service
+from loadtests.typed_command import typed_command
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
 from wisp_core.errors import ConfigurationError
@@ -80,7 +80,7 @@ def _write(path: Path, config: ServiceConfig, run: ServiceRun, found: Found) -> 
     content = {
         "benchmark": "service",
         **json.loads(done.stdout.splitlines()[-1]),
-        "command": "wisp bench " + shlex.join(sys.argv[1:]),
+        "command": typed_command(),
         "config": {"run": asdict(run), "service": _public(config)},
         "rows": found.rows,
         "summary": found.summary,

@@ -7,8 +7,6 @@ import datetime
 import json
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from loadtests.typed_command import typed_command
 from wisp_core.errors import ConfigurationError
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -36,23 +35,12 @@ def write_result(
         "benchmark": benchmark,
         "hardware": _hardware(),
         "versions": _versions(),
-        "command": command_line(sys.argv[1:]),
+        "command": typed_command(),
         "config": config,
         "rows": rows,
         "summary": summary,
     }
     _write(path, content)
-
-
-def command_line(arguments: Sequence[str]) -> str:
-    """What to type for the same run; where its file went is nobody else's."""
-    kept: list[str] = []
-    is_path = False
-    for argument in arguments:
-        if not is_path and argument != "--output" and not argument.startswith("--output="):
-            kept.append(argument)
-        is_path = argument == "--output"
-    return "wisp bench " + shlex.join(kept)
 
 
 def merge_results(

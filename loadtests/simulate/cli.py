@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from loadtests.simulate import compare, replay, scale
 from loadtests.simulate.engines import build_engine
 from loadtests.simulate.machine import hardware, versions
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
+from loadtests.typed_command import typed_command
 from policies.damping import Damped
 from policies.registry import load_policy
 from services.plots import Line, Panel, check_picture, draw
@@ -168,7 +168,7 @@ def _save(
     path = (output or report.result_path(config.name, "cpu")).resolve()
     measured = Measured(rows=list(rows), hardware=hardware(), versions=versions())
     summary = summarize(measured.rows)
-    report.write_result(path, config, "wisp simulate " + shlex.join(sys.argv[1:]), measured, summary)
+    report.write_result(path, config, typed_command("wisp simulate"), measured, summary)
     report.print_table(config.name, measured.rows, columns)
     typer.echo(report.last_line(config, path, measured, summary))
     return measured.rows

@@ -14,7 +14,6 @@ from loadtests.bench.online.figures import TurnFigures, compare, moves, quantile
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.results import merge
 from loadtests.bench.online.run import trace_of
-from loadtests.bench.report import command_line
 from wisp_core.contracts import Outcome, ResizeOutcome, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording, write_recording
@@ -123,11 +122,6 @@ def test_ways_that_ran_apart_are_merged_into_one_file(tmp_path: Path) -> None:
     assert (result.config.caps, result.config.policy) == ((8, 16), "mv_wsa")
     assert result.summary["over_best_static"] == pytest.approx(1.5)
     assert json.loads((tmp_path / "merged.json").read_text())["summary"] == result.summary
-
-
-def test_a_command_is_kept_without_the_places_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench", "online", "--caps", "8", "--output", "/tmp/x.json", "--record", "rec"])
-    assert command_line() == "wisp bench online --caps 8 --record rec"
 
 
 def test_ways_on_other_turns_are_not_merged(tmp_path: Path) -> None:

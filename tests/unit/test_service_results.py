@@ -10,7 +10,7 @@ import pytest
 
 from loadtests.service import fairness, faults, malformed
 from loadtests.service.fault_traffic import TurnSeen
-from loadtests.service.results import command_line, merge_results, write_result
+from loadtests.service.results import merge_results, write_result
 from loadtests.service.running import part_name
 from wisp_core.errors import ConfigurationError
 
@@ -38,11 +38,6 @@ def test_runs_of_several_files_are_told_apart(tmp_path: Path) -> None:
     assert merged["config"] == {"turns": 200}
     assert len(merged["command"]) == 3
     assert [row["part"] for row in merged["rows"]] == [1] * 4 + [2] * 4 + [3] * 4
-
-
-def test_a_command_tells_no_paths_of_the_machine() -> None:
-    typed = ["faults", "--output", "/home/me/x.json", "--rounds", "2", "--output=/tmp/y", "--kinds", "engine,valkey"]
-    assert command_line(typed) == "wisp bench faults --rounds 2 --kinds engine,valkey"
 
 
 def test_parts_of_different_benchmarks_are_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from loadtests.bench.child.hardware import hardware, versions
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.routing_trace import TraceConfig, routing_trace
 from loadtests.shapes import SHAPES, Shape
+from loadtests.typed_command import typed_command
 from wisp_core.memory.cuda_vmm import CudaBacking
 from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
@@ -320,7 +321,7 @@ def main() -> None:
         "benchmark": "pager-overhead",
         "hardware": hardware() | {"link_bytes_per_s": link_bytes_per_s},
         "versions": versions(),
-        "command": " ".join(["python -m loadtests.bench.child.pager_overhead", *sys.argv[1:]]),
+        "command": typed_command("python -m loadtests.bench.child.pager_overhead"),
         "config": {"model": args.model, **asdict(shape)},
         "rows": rows,
         "summary": summarize(rows, link_bytes_per_s),

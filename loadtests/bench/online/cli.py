@@ -13,6 +13,7 @@ from loadtests.bench import options, plan, report
 from loadtests.bench.configs import is_gpu_machine
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.runner import Measured, run_jobs
+from loadtests.typed_command import typed_command
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
@@ -105,7 +106,7 @@ def _of_a_service(
 
     config = dataclasses.replace(OnlineConfig(), **given)
     path = (output or report.result_path(config.name, "cpu")).resolve()
-    measured = command.measure(config, path, report.command_line(), record=record, work_dir=work_dir, say=_say)
+    measured = command.measure(config, path, typed_command(), record=record, work_dir=work_dir, say=_say)
     return measured, path
 
 
@@ -123,7 +124,7 @@ def _in_process(
     engine = dataclasses.replace(config.engine, model=model or config.engine.model, wisp=config.engine.wisp | wisp)
     config = dataclasses.replace(config, engine=engine, **given)
     path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = report.command_line()
+    command = typed_command()
 
     def save(measured: Measured) -> None:
         results.save(results.result_of(config, measured), path, command)
@@ -148,7 +149,7 @@ def balloon(
     with tempfile.TemporaryDirectory() as scratch:
         rows = run_balloon(config, work_dir or Path(scratch), _say)
     measured, summary = Measured(rows=rows, hardware=hardware(), versions=versions()), summarize(rows)
-    report.write_result(path, config, report.command_line(), measured, summary)
+    report.write_result(path, config, typed_command(), measured, summary)
     report.print_table(config.name, rows, _BALLOON_COLUMNS)
     typer.echo(report.last_line(config, path, measured, summary))
 
