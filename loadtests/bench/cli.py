@@ -12,13 +12,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from loadtests.bench import columns, configs, options, plan, report, summary
+from loadtests import command_line, report
+from loadtests.bench import columns, configs, options, plan, summary
 from loadtests.bench import prefetch as prefetching
 from loadtests.bench.online import cli as of_a_service
-from loadtests.bench.runner import Measured, run_jobs
+from loadtests.bench.runner import run_jobs
 from loadtests.bench.service import service
-from loadtests.typed_command import typed_command
-from wisp_core.errors import ConfigurationError, WispError
+from loadtests.report import Measured
+from wisp_core.errors import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -132,8 +133,7 @@ def latency(
         (decode_config, summary.decode_summary, columns.DECODE),
         (prefill_config, summary.prefill_summary, columns.PREFILL),
     )
-    directory = (output or report.RESULTS).resolve()
-    command = typed_command()
+    directory = output or report.RESULTS
 
     def own(measured: Measured, name: str) -> Measured:
         rows = [row for row in measured.rows if row.get("benchmark", name) == name]
@@ -143,18 +143,17 @@ def latency(
         for config, summarize, _ in parts:
             mine = own(measured, config.name)
             path = directory / f"{config.name}-{engine.device}.json"
-            report.write_result(path, config, command, mine, summarize(mine.rows))
+            report.write_result(path, config, mine, summarize(mine.rows))
 
     with tempfile.TemporaryDirectory() as scratch:
         jobs = plan.latency_jobs(decode_config, prefill_config, plan.find_model(engine.model, Path(scratch)))
         if (named := options.given(options.modes, only)) is not None:
             jobs = [one for mode in named for one in jobs if one[1].engine.mode == mode]
-        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
+        measured = run_jobs(jobs, on_rows=save, say=command_line.say, log_dir=log_dir, deadline_s=deadline_s)
     for config, summarize, shown in parts:
         mine = own(measured, config.name)
-        report.print_table(f"{config.name}: {engine.model}", mine.rows, shown)
         path = directory / f"{config.name}-{engine.device}.json"
-        typer.echo(report.last_line(config, path, mine, summarize(mine.rows)))
+        report.finish(path, config, mine, summarize(mine.rows), shown)
     if all("error" in row for row in measured.rows):
         raise typer.Exit(1)
 
@@ -293,12 +292,8 @@ def pager_overhead(output: Output = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: an error that the operator can fix is one message, not a traceback."""
-    try:
-        app(arguments, prog_name="wisp bench")
-    except WispError as error:
-        typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+    """Entry point."""
+    command_line.run(app, "wisp bench", arguments)
 
 
 def _run(
@@ -311,17 +306,15 @@ def _run(
     deadline_s: float | None,
 ) -> None:
     """Run, save after every engine, print; exit code 1 when no engine gave a row."""
-    path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = typed_command()
+    path = output or report.result_path(config.name, config.engine.device)
 
     def save(measured: Measured) -> None:
-        report.write_result(path, config, command, measured, summarize(measured.rows))
+        report.write_result(path, config, measured, summarize(measured.rows))
 
     with tempfile.TemporaryDirectory() as scratch:
         jobs = make_jobs(config, plan.find_model(config.engine.model, Path(scratch)))
-        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir, deadline_s=deadline_s)
-    report.print_table(f"{config.name}: {config.engine.model}", measured.rows, shown)
-    typer.echo(report.last_line(config, path, measured, summarize(measured.rows)))
+        measured = run_jobs(jobs, on_rows=save, say=command_line.say, log_dir=log_dir, deadline_s=deadline_s)
+    report.finish(path, config, measured, summarize(measured.rows), shown)
     if all("error" in row for row in measured.rows):
         raise typer.Exit(1)
 
@@ -329,10 +322,6 @@ def _run(
 def _changed(config: Config, **fields: Any) -> Config:
     """``config`` with those fields whose option was given."""
     return dataclasses.replace(config, **{name: value for name, value in fields.items() if value is not None})
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _engine(

@@ -14,29 +14,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from loadtests.bench.job import Job
-
-Row = dict[str, Any]
+from loadtests.report import Measured, Row
 
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 15.0  # no engine starts in less
 _LOG_LINES = 15  # of a failed engine, for its row
 _KILL_S = 60.0  # until the server has told of a killed engine: tens of GB of locked memory take their time
-
-
-@dataclass(slots=True)
-class Measured:
-    """Everything that the processes of a run said."""
-
-    rows: list[Row] = field(default_factory=list)
-    hardware: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 class EngineServer:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadtests.bench.report import result_path, write_result
-from loadtests.bench.runner import Measured
-from loadtests.service.results import merge_results
-from loadtests.typed_command import typed_command
-from wisp_core.errors import ConfigurationError, WispError
+from loadtests import command_line
+from loadtests.command_line import say
+from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from wisp_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from loadtests.placement.live import LiveConfig
@@ -37,7 +35,7 @@ def routing(
     from loadtests.placement.decisions import DecisionsConfig, measure, summarize
 
     config = DecisionsConfig(num_replicas=replicas, num_sessions=sessions, decisions=decisions)
-    rows = measure(config, _say)
+    rows = measure(config, say)
     _finish(config, rows, summarize(rows), output)
 
 
@@ -80,7 +78,7 @@ def placement(
     from loadtests.placement.simulated import SimulatedConfig, measure, summarize
 
     simulated = SimulatedConfig() if turns is None else replace(SimulatedConfig(), num_turns=turns)
-    rows = measure(simulated, _say)
+    rows = measure(simulated, say)
     _finish(simulated, rows, summarize(rows), output)
 
 
@@ -98,7 +96,7 @@ def overhead(
 
     config = OverheadConfig(requests=requests)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(config, work_dir or Path(scratch), _say)
+        rows = measure(config, work_dir or Path(scratch), say)
     _finish(config, rows, summarize(rows), output)
 
 
@@ -108,7 +106,7 @@ def co_schedule(output: Output = None) -> None:
     from loadtests.placement.coschedule import CoScheduleConfig, measure, summarize
 
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(CoScheduleConfig(), Path(scratch), _say)
+        rows = measure(CoScheduleConfig(), Path(scratch), say)
     _finish(CoScheduleConfig(), rows, summarize(rows), output)
 
 
@@ -118,7 +116,7 @@ def working_sets(output: Output = None) -> None:
     from loadtests.placement.prediction import PredictionConfig, measure, summarize
 
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(PredictionConfig(), Path(scratch), _say)
+        rows = measure(PredictionConfig(), Path(scratch), say)
     _finish(PredictionConfig(), rows, summarize(rows), output)
 
 
@@ -126,13 +124,15 @@ def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: P
     """Measure what ``config`` names of ``base``; the file says ``base``, as other runs add the rest."""
     from loadtests.placement.live import measure, summarize
 
-    path = output or result_path(config.name, "cpu")
+    path = output or result_path(config.name)
     measured = (config.routers, config.works, config.seeds)
     kept = [row for row in _rows_of(path, base) if not _is_of(row, *measured)] if path.exists() else []
+
+    def keep(rows: list[Row]) -> None:
+        write_result(path, base, Measured.here([*kept, *rows]), summarize([*kept, *rows]))
+
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(
-            config, work_dir or Path(scratch), _say, lambda rows: _write(base, [*kept, *rows], path, summarize)
-        )
+        rows = measure(config, work_dir or Path(scratch), say, keep)
     _finish(base, [*kept, *rows], summarize([*kept, *rows]), path)
 
 
@@ -142,50 +142,26 @@ def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
 
     for path in paths:
         _rows_of(path, base)
-    path = (output or result_path(base.name, "cpu")).resolve()
-    summary = merge_results(path, paths, summarize, is_machine_shared=False)
-    typer.echo(json.dumps({"benchmark": base.name, "file": str(path)} | summary))
+    merge_results(output or result_path(base.name), paths, summarize, is_machine_shared=False)
 
 
-def _rows_of(path: Path, base: LiveConfig) -> list[dict[str, Any]]:
+def _rows_of(path: Path, base: LiveConfig) -> list[Row]:
     """Rows of a file. Raises ConfigurationError where its settings are others."""
     content = json.loads(path.read_text())
     if content["config"] != json.loads(json.dumps(asdict(base))):
         raise ConfigurationError(f"{path}: it has figures of other settings; give another file")
-    rows: list[dict[str, Any]] = content["rows"]
+    rows: list[Row] = content["rows"]
     return rows
 
 
-def _is_of(row: dict[str, Any], routers: Sequence[str], works: Sequence[str], seeds: Sequence[int]) -> bool:
+def _is_of(row: Row, routers: Sequence[str], works: Sequence[str], seeds: Sequence[int]) -> bool:
     return row["router"] in routers and row["work"] in works and row["seed"] in seeds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: an error that the operator can fix is one message, not a traceback."""
-    try:
-        app(arguments, prog_name="wisp bench")
-    except WispError as error:
-        typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+    """Entry point."""
+    command_line.run(app, "wisp bench", arguments)
 
 
-def _finish(config: Any, rows: list[dict[str, Any]], summary: dict[str, Any], output: Path | None) -> None:
-    path = (output or result_path(config.name, "cpu")).resolve()
-    _write(config, rows, path, lambda _: summary)
-    typer.echo(json.dumps({"benchmark": config.name, "file": str(path)} | summary))
-
-
-def _write(
-    config: Any,
-    rows: list[dict[str, Any]],
-    path: Path,
-    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> None:
-    from loadtests.bench.child.hardware import hardware, versions
-
-    measured = Measured(rows=rows, hardware=hardware(), versions=versions())
-    write_result(path, config, typed_command(), measured, summarize(rows))
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
+def _finish(config: Any, rows: list[Row], summary: Row, output: Path | None) -> None:
+    finish(output or result_path(config.name), config, Measured.here(rows), summary)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from loadtests.service.results import merge_results, result_path, write_result
-from wisp_core.errors import ConfigurationError, WispError
+from loadtests import command_line
+from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from wisp_core.errors import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -44,23 +42,22 @@ def fairness(
     """What a tenant that floods, and one that thrashes the expert cache, cost another."""
     from loadtests.service.fairness import CONDITIONS, FairnessConfig, holds, measure, summarize
 
+    path = output or result_path("fairness")
     if merge:
-        typer.echo(json.dumps(merge_results(output or result_path("fairness"), merge, summarize)))
+        merge_results(path, merge, summarize)
         return
     chosen = tuple(conditions.split(","))
     if "alone" not in chosen or not set(chosen) <= set(CONDITIONS):
         raise ConfigurationError(f"--conditions {conditions}: give alone and some of {', '.join(CONDITIONS[1:])}")
     config = FairnessConfig(turns=turns, conditions=chosen, b_weight=b_weight, max_condition_s=max_condition_s)
-    path = output or result_path("fairness")
 
-    def keep(rows: list[dict[str, Any]]) -> None:
-        write_result(path, "fairness", asdict(config), rows, {})
-        typer.echo(json.dumps(rows[-1]), err=True)
+    def keep(rows: list[Row]) -> None:
+        write_result(path, config, Measured.here(rows), {})
+        command_line.say(json.dumps(rows[-1]))
 
     rows = asyncio.run(measure(config, runs, keep))
     summary = summarize(rows)
-    write_result(path, "fairness", asdict(config), rows, summary)
-    typer.echo(json.dumps(summary))
+    finish(path, config, Measured.here(rows), summary)
     raise typer.Exit(int(not holds(summary)))
 
 
@@ -89,15 +86,15 @@ def faults(
             raise ConfigurationError(f"--kinds {', '.join(sorted(unknown))}: there are {', '.join(bench.ALL_KINDS)}")
         config = bench.FaultsConfig(rounds=rounds, kinds=chosen, max_run_s=max_run_s)
 
-        def keep(rows: list[bench.Row]) -> None:
-            write_result(path, "faults", asdict(config), rows, bench.summarize(rows))
+        def keep(rows: list[Row]) -> None:
+            write_result(path, config, Measured.here(rows), bench.summarize(rows))
             shown = ("kind", "lost_turns", "recovery_s", "not_recovered", "rescored", "above_limit")
-            typer.echo(json.dumps({key: rows[-1][key] for key in shown if key in rows[-1]}), err=True)
+            command_line.say(json.dumps({key: rows[-1][key] for key in shown if key in rows[-1]}))
 
         findings = bench.Findings(keep, bench.answers_path(path))
         bench.measure(config, findings)
         summary = bench.summarize(findings.rows)
-    typer.echo(json.dumps(summary))
+        finish(path, config, Measured.here(findings.rows), summary)
     raise typer.Exit(int(not bench.holds(summary)))
 
 
@@ -113,8 +110,7 @@ def streams(
     config = StreamsConfig(streams=streams, hold_s=hold_s)
     rows = measure(config)
     summary = summarize(rows)
-    write_result(output or result_path("streams"), "streams", asdict(config), rows, summary)
-    typer.echo(json.dumps(summary))
+    finish(output or result_path("streams"), config, Measured.here(rows), summary)
     raise typer.Exit(int(not holds(summary)))
 
 
@@ -124,26 +120,20 @@ def malformed(
     output: Output = None,
 ) -> None:
     """Send broken and hostile requests; none may get a 5xx."""
-    from loadtests.service.malformed import holds, measure, summarize
+    from loadtests.service.malformed import MalformedConfig, holds, measure, summarize
 
-    path = output or result_path("malformed")
+    path, config = output or result_path("malformed"), MalformedConfig(requests=requests)
 
-    def keep(row: dict[str, Any]) -> None:
-        write_result(path, "malformed", {"requests": requests}, [row], summarize(row))
-        typer.echo(f"{row['requests']} requests: {row['statuses']}", err=True)
+    def keep(row: Row) -> None:
+        write_result(path, config, Measured.here([row]), summarize(row))
+        command_line.say(f"{row['requests']} requests: {row['statuses']}")
 
-    row = measure(requests, keep)
-    keep(row)
-    typer.echo(json.dumps(summarize(row)))
-    raise typer.Exit(int(not holds(summarize(row))))
+    row = measure(config, keep)
+    summary = summarize(row)
+    finish(path, config, Measured.here([row]), summary)
+    raise typer.Exit(int(not holds(summary)))
 
 
 def main() -> None:
-    """Entry point: an error that the operator can fix is one message, not a traceback."""
-    # As Ctrl-C does: the service that was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        app(prog_name="wisp bench")
-    except WispError as error:
-        typer.secho(f"wisp bench: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+    """Entry point."""
+    command_line.run(app, "wisp bench")

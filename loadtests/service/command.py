@@ -7,25 +7,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import typer
-
-from loadtests.bench.report import print_table, result_path
+from loadtests.report import Measured, Row, print_last_line, print_table, result_path, write_result
 from loadtests.service.made_up import python_path, with_made_up_weights
 from loadtests.service.run import Found, ServiceRun, host_copies, run_service
-from loadtests.typed_command import typed_command
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
 from wisp_core.errors import ConfigurationError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
-_FACTS = (
-    "import json; from loadtests.bench.child.hardware import hardware, versions;"
-    "print(json.dumps({'hardware': hardware(), 'versions': versions()}))"
-)
+_FACTS = "import json; from loadtests.bench.child.hardware import facts; print(json.dumps(facts()))"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    """What decided the figures."""
+
+    run: ServiceRun
+    service: Row
+    name: str = "service"
 
 
 def measure_service(config_path: Path, model: str | None, run: ServiceRun, output: Path | None) -> int:
@@ -43,15 +45,14 @@ def measure_service(config_path: Path, model: str | None, run: ServiceRun, outpu
                     shutil.rmtree(copy)
     found.summary["ok"] = is_good(found.summary)
     device = "cuda" if config.replica.num_gpus else "cpu"
-    path = (output or result_path("service", device)).resolve()
-    _write(path, config, run, found)
+    path = output or result_path("service", device)
+    write_result(path, _Config(run=run, service=_public(config)), _measured(found.rows, config), found.summary)
     _print(found)
-    line = {"benchmark": "service", "file": str(path), "rows": len(found.rows)} | found.summary
-    typer.echo(json.dumps(line))
+    print_last_line("service", path, found.rows, found.summary)
     return 0 if found.summary["ok"] else 1
 
 
-def is_good(summary: dict[str, Any]) -> bool:
+def is_good(summary: Row) -> bool:
     """Whether everything that must hold did."""
     return bool(
         summary["requests"] > 0
@@ -73,23 +74,17 @@ def _with_model(config: ServiceConfig, model: str | None, scratch: Path) -> Serv
     return with_made_up_weights(config, model, scratch)
 
 
-def _write(path: Path, config: ServiceConfig, run: ServiceRun, found: Found) -> None:
+def _measured(rows: list[Row], config: ServiceConfig) -> Measured:
+    if not config.replica.num_gpus:
+        return Measured.here(rows)
+    # Of the GPU torch knows, which is nobody's but an engine's.
     done = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigurationError(f"the machine's facts could not be read: {done.stderr[-500:]}")
-    content = {
-        "benchmark": "service",
-        **json.loads(done.stdout.splitlines()[-1]),
-        "command": typed_command(),
-        "config": {"run": asdict(run), "service": _public(config)},
-        "rows": found.rows,
-        "summary": found.summary,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    return Measured(rows, **json.loads(done.stdout.splitlines()[-1]))
 
 
-def _public(config: ServiceConfig) -> dict[str, Any]:
+def _public(config: ServiceConfig) -> Row:
     """The parts that decide figures: no paths of this machine, no tenants."""
     replica = config.replica.model_dump(mode="json", exclude={"env"})
     return {

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from loadtests.service.results import quantile
+from loadtests.bench.online.figures import quantile
 from loadtests.service.running import RunningService, free_port
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
@@ -40,6 +40,7 @@ MOST = 1.3
 class FairnessConfig:
     """One run. A's share is ``a_requests_per_minute``, about what one part in ``b_weight + 1`` of the engine serves."""
 
+    name: str = "fairness"
     turns: int = 200
     """Of B, in each condition."""
     conditions: tuple[str, ...] = CONDITIONS[:3]

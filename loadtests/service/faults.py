@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtests.bench.online.figures import quantile
+from loadtests.report import Row, write_content
 from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, TurnSeen, traffic
 from loadtests.service.rescore import Answer, rescore
-from loadtests.service.results import quantile
 from loadtests.service.running import RunningService, free_port
 from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
@@ -43,13 +44,12 @@ ENGINE_ARGS: dict[str, Any] = {
     "block_size": 32,
 }
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
     """One run."""
 
+    name: str = "faults"
     rounds: int = 20
     """Faults of each kind."""
     kinds: tuple[str, ...] = ALL_KINDS
@@ -190,7 +190,7 @@ def rescore_cut_run(result: Path) -> None:
     content = json.loads(result.read_text())
     rows = [row for row in content["rows"] if "rescored" not in row]
     rows.append(_rescored(json.loads(waiting.read_text())))
-    result.write_text(json.dumps({**content, "rows": rows, "summary": summarize(rows)}, indent=1) + "\n")
+    write_content(result, {**content, "rows": rows, "summary": summarize(rows)})
     if "error" not in rows[-1]:
         waiting.unlink()
 

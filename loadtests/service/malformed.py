@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from loadtests.report import Row
 from loadtests.service.running import RunningService
 from loadtests.service.streams import MODEL, MOST_GROWTH, StreamsConfig, service_config
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
@@ -38,6 +39,14 @@ _FIELDS = (
     "presence_penalty", "logit_bias", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools",
     "tool_choice", "response_format", "metadata", "echo", "priority", "cache_salt", "vllm_xargs", "guided_json",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MalformedConfig:
+    """One run."""
+
+    name: str = "malformed"
+    requests: int = 10_000
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def _http(chooser: random.Random, host: str, key: str, model: str) -> RawRequest
     return chooser.choice(choices)
 
 
-async def send_all(url: str, key: str, batch: Iterable[RawRequest], *, at_once: int = 16) -> dict[str, Any]:
+async def send_all(url: str, key: str, batch: Iterable[RawRequest], *, at_once: int = 16) -> Row:
     """Send all requests of ``batch``: a row with the statuses that came, and each 5xx with its request."""
     host, port = _address(url)
     statuses: Counter[str] = Counter()
@@ -172,8 +181,8 @@ async def _send(host: str, port: int, request: RawRequest) -> str:
     return line.split()[1].decode() if line.startswith(b"HTTP/") else "closed"
 
 
-def measure(count: int, on_row: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """``count`` requests to a service of its own, half of them schemathesis's, and its memory after each tenth: a row.
+def measure(config: MalformedConfig, on_row: Callable[[Row], None]) -> Row:
+    """Requests to a service of its own, half of them schemathesis's, and its memory after each tenth: a row.
 
     ``on_row`` gets it after each tenth. Needs the development packages.
     """
@@ -182,11 +191,10 @@ def measure(count: int, on_row: Callable[[dict[str, Any]], None]) -> dict[str, A
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
-        config = service_config(directory, StreamsConfig(streams=64))
-        host = f"127.0.0.1:{config['http']['port']}"
-        with RunningService(directory, config) as service:
-            key = service.key("acme")
-            batch = [*described.requests(count // 2, host, key, MODEL), *requests(count - count // 2, host, key, MODEL)]
+        with RunningService(directory, service_config(directory, StreamsConfig(streams=64))) as service:
+            host, key, half = service.url.removeprefix("http://"), service.key("acme"), config.requests // 2
+            batch = [*described.requests(half, host, key, MODEL)]
+            batch += requests(config.requests - half, host, key, MODEL)
             random.Random(0).shuffle(batch)
             row = _send_in_tenths(service, key, batch, on_row)
             if (ready := service.readiness()[0]) != 200:
@@ -195,9 +203,7 @@ def measure(count: int, on_row: Callable[[dict[str, Any]], None]) -> dict[str, A
     return row
 
 
-def _send_in_tenths(
-    service: RunningService, key: str, batch: list[RawRequest], on_row: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+def _send_in_tenths(service: RunningService, key: str, batch: list[RawRequest], on_row: Callable[[Row], None]) -> Row:
     statuses: Counter[str] = Counter()
     failures: list[str] = []
     resident_bytes: list[int] = []
@@ -223,7 +229,7 @@ def _send_in_tenths(
     return row
 
 
-def summarize(row: dict[str, Any]) -> dict[str, Any]:
+def summarize(row: Row) -> Row:
     """Failures, and how much memory grew after the first tenth and in the second half, if it came to that."""
     resident_bytes = row["resident_bytes_after_each_tenth"]
     summary = {
@@ -245,7 +251,7 @@ def summarize(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def holds(summary: dict[str, Any]) -> bool:
+def holds(summary: Row) -> bool:
     """Whether nothing failed, and memory hardly grew once each kind of request had come often."""
     return bool(
         summary["failures"] == 0 and summary["growth_bytes_second_half"] <= MOST_GROWTH * summary["resident_bytes"]

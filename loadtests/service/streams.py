@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from loadtests.service.results import quantile
+from loadtests.bench.online.figures import quantile
 from loadtests.service.running import RunningService, free_port
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.errors import ConfigurationError
@@ -29,6 +29,7 @@ _OTHER_FILES = 200
 class StreamsConfig:
     """One run."""
 
+    name: str = "streams"
     streams: int = 1000
     hold_s: float = 120.0
     """Each connection sends turns until this has passed, and then finishes its last."""

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from loadtests.bench import report
-from loadtests.bench.runner import Measured
+from loadtests import command_line, report
+from loadtests.report import Measured
 from loadtests.simulate import compare, replay, scale
 from loadtests.simulate.engines import build_engine
-from loadtests.simulate.machine import hardware, versions
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
-from loadtests.typed_command import typed_command
 from policies.damping import Damped
 from policies.registry import load_policy
 from services.plots import Line, Panel, check_picture, draw
 from wisp_core.contracts import Split
-from wisp_core.errors import ConfigurationError, WispError
+from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording
 from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.simulation import SimulationSettings, simulate
@@ -109,7 +106,7 @@ def compare_policies(
     given: dict[str, Any] = {"num_turns": turns, "fit_seed": fit_seed, "judge_seed": judge_seed, "card": card}
     config = dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
     columns = ("workflow", "budget_gb", "policy", "cap", "mean_turn_s", "over_oracle", "resizes")
-    rows = _save(config, compare.compare(config, _say), compare.summarize, columns, output)
+    rows = _save(config, compare.compare(config, command_line.say), compare.summarize, columns, output)
     if plot is not None:
         draw(_compare_panels(rows), plot)
 
@@ -146,16 +143,12 @@ def measure_scale(output: Output = None) -> None:
         "mean_turn_s",
         "busy_share",
     )
-    _save(config, scale.scale(config, _say), _scale_summary, columns, output)
+    _save(config, scale.scale(config, command_line.say), _scale_summary, columns, output)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: an error that the operator can fix is one message, not a traceback."""
-    try:
-        app(arguments, prog_name="wisp simulate")
-    except WispError as error:
-        typer.secho(f"wisp simulate: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+    """Entry point."""
+    command_line.run(app, "wisp simulate", arguments)
 
 
 def _save(
@@ -165,13 +158,10 @@ def _save(
     columns: Sequence[str],
     output: Path | None,
 ) -> list[Row]:
-    path = (output or report.result_path(config.name, "cpu")).resolve()
-    measured = Measured(rows=list(rows), hardware=hardware(), versions=versions())
-    summary = summarize(measured.rows)
-    report.write_result(path, config, typed_command("wisp simulate"), measured, summary)
-    report.print_table(config.name, measured.rows, columns)
-    typer.echo(report.last_line(config, path, measured, summary))
-    return measured.rows
+    found = list(rows)
+    path, command = output or report.result_path(config.name), command_line.typed_command("wisp simulate")
+    report.finish(path, config, Measured.here(found), summarize(found), columns, command=command)
+    return found
 
 
 def _scale_summary(rows: list[Row]) -> dict[str, Any]:
@@ -184,10 +174,6 @@ def _checked(caps: list[int] | None, num_experts: int) -> list[int]:
     if wrong:
         raise ConfigurationError(f"--cap {wrong[0]}: a layer has {num_experts} experts")
     return caps or []
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _show_runs(trace: Trace, results: dict[str, SimulationResult]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from loadtests.bench import cli, configs, prefetch
 from loadtests.bench.modes import Mode
 from loadtests.bench.prefetch import prefetch_h200
-from loadtests.bench.runner import Measured
+from loadtests.report import Measured
 from loadtests.shapes import SHAPES
 
 

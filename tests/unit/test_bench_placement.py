@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.bench.report import write_result
-from loadtests.bench.runner import Measured
 from loadtests.placement import cli, coschedule, decisions, live, overhead, prediction, simulated
 from loadtests.placement.decisions import DecisionsConfig
 from loadtests.placement.simulated import SimulatedConfig
+from loadtests.report import Measured, write_result
 from services.config import RouterName
 
 
@@ -73,8 +72,8 @@ def test_live_ratios_are_of_seeds_that_both_have() -> None:
 def test_rows_of_several_live_runs_are_joined(tmp_path: Path) -> None:
     config = live.LiveConfig()
     for seed, router in enumerate(("working_set", "working_set", "power_of_two")):
-        measured = Measured(rows=[live_row(router, "topics", 2.0, seed)], hardware={}, versions={})
-        write_result(tmp_path / f"{seed}.json", config, "wisp bench placement --live", measured, {})
+        measured = Measured(rows=[live_row(router, "topics", 2.0, seed)])
+        write_result(tmp_path / f"{seed}.json", config, measured, {})
     parts = [word for seed in range(3) for word in ("--join", str(tmp_path / f"{seed}.json"))]
     with pytest.raises(SystemExit):
         cli.main(["placement", "--live", *parts, "--output", str(tmp_path / "all.json")])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.bench import configs, report
-from loadtests.bench.runner import Measured
+from loadtests import report
+from loadtests.bench import configs
 from loadtests.bench.summary import (
     budget_summary,
     decode_summary,
@@ -80,17 +80,17 @@ def test_resizes_are_judged_by_the_longest_pause() -> None:
 def test_a_results_file_holds_what_the_claim_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configs.decode_h200()
     rows = [decode_row("resident", 128, 5.0), {"mode": "uva_all", "error": "exit code 1: no memory"}]
-    measured = Measured(rows, {"device": "cpu"}, {"torch": "1"})
+    measured = report.Measured(rows, {"device": "cpu"}, {"torch": "1"})
     path = tmp_path / "results" / "decode.json"
-    report.write_result(path, config, "wisp bench decode", measured, decode_summary(rows))
+    columns = ("mode", "ms_per_step", "missed_bytes_per_step", "output_hash")
+    report.finish(path, config, measured, decode_summary(rows) | {"x": 1}, columns)
     content = json.loads(path.read_text())
     assert set(content) == {"benchmark", "hardware", "versions", "command", "config", "rows", "summary"}
     assert content["rows"] == rows
     assert content["config"]["engine"]["model"] == "qwen3-30b-a3b"
-    line = json.loads(report.last_line(config, path, measured, {"x": 1}))
-    assert (line["rows"], line["failed_rows"], line["x"]) == (2, 1, 1)
-    report.print_table("decode", rows, ("mode", "ms_per_step", "missed_bytes_per_step", "output_hash"))
     printed = capsys.readouterr().out
+    line = json.loads(printed.splitlines()[-1])
+    assert (line["file"], line["rows"], line["failed_rows"], line["x"]) == (str(path), 2, 1, 1)
     assert "uva_all: exit code 1: no memory" in printed
     assert "missed/step, MB" in printed
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from loadtests.report import Measured, merge_results, write_result
 from loadtests.service import fairness, faults, malformed
 from loadtests.service.fault_traffic import TurnSeen
-from loadtests.service.results import merge_results, write_result
 from loadtests.service.running import part_name
 from wisp_core.errors import ConfigurationError
+
+FAIRNESS = fairness.FairnessConfig(turns=200)
 
 
 def condition(run: int, name: str, ttft_s: float) -> dict[str, Any]:
@@ -20,8 +22,8 @@ def condition(run: int, name: str, ttft_s: float) -> dict[str, Any]:
     return row | {"ttft_p95_s": ttft_s, "time_per_token_p95_s": 2 * ttft_s}
 
 
-def write(path: Path, rows: list[dict[str, Any]], benchmark: str = "fairness") -> Path:
-    write_result(path, benchmark, {"turns": 200}, rows, {})
+def write(path: Path, rows: list[dict[str, Any]], config: Any = FAIRNESS) -> Path:
+    write_result(path, config, Measured.here(rows), {})
     return path
 
 
@@ -35,13 +37,13 @@ def test_runs_of_several_files_are_told_apart(tmp_path: Path) -> None:
     assert summary["retry_after_is_right"]
     merged = json.loads((tmp_path / "all.json").read_text())
     assert merged["summary"] == summary
-    assert merged["config"] == {"turns": 200}
+    assert merged["config"]["turns"] == 200
     assert len(merged["command"]) == 3
     assert [row["part"] for row in merged["rows"]] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_parts_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    parts = [write(tmp_path / "a.json", []), write(tmp_path / "b.json", [], "faults")]
+    parts = [write(tmp_path / "a.json", []), write(tmp_path / "b.json", [], faults.FaultsConfig())]
     with pytest.raises(ConfigurationError, match="differ in their benchmark"):
         merge_results(tmp_path / "all.json", parts, fairness.summarize)
 
@@ -74,7 +76,11 @@ def test_a_run_that_was_cut_counts_once_its_answers_are_rescored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = tmp_path / "faults-1.json"
-    findings = faults.Findings(lambda rows: write_rows(result, rows), faults.answers_path(result))
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        write(result, rows, faults.FaultsConfig())
+
+    findings = faults.Findings(keep, faults.answers_path(result))
     row = {
         "kind": "engine",
         "turns": 9,
@@ -98,10 +104,6 @@ def test_a_run_that_was_cut_counts_once_its_answers_are_rescored(
     summary = merge_results(tmp_path / "all.json", [result, result], faults.summarize)
     assert summary["faults"] == {"engine": 4}
     assert (summary["answers_rescored"], summary["answers_above_gap"]) == (4, 2)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_result(path, "faults", {}, rows, faults.summarize(rows))
 
 
 def test_machines_may_differ_where_their_figures_are_not_compared(tmp_path: Path) -> None:

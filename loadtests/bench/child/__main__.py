@@ -20,7 +20,7 @@ import torch
 from loadtests.bench.child.budget import run_budget
 from loadtests.bench.child.decode import run_decode
 from loadtests.bench.child.engine import build_replay
-from loadtests.bench.child.hardware import hardware, versions
+from loadtests.bench.child.hardware import facts
 from loadtests.bench.child.identity import run_identity
 from loadtests.bench.child.latency import run_latency
 from loadtests.bench.child.online import run_online
@@ -84,10 +84,10 @@ def _run(job: Any, rows_path: Path, log_path: str) -> NoReturn:
 
 def _lines(job: Any) -> Iterator[dict[str, Any]]:
     if job.kind != "budget":  # which looks at the device's memory before this process uses it
-        yield {"hardware": hardware(), "versions": versions()}
+        yield facts()
     yield from _RUN[job.kind](job)
     if job.kind == "budget":
-        yield {"hardware": hardware(), "versions": versions()}
+        yield facts()
     yield {"done": True}
 
 

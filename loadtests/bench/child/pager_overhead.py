@@ -9,11 +9,9 @@ page-locked copy measured in the same process, the routing a seeded trace.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import mmap
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loadtests.bench.child.hardware import hardware, versions
+from loadtests.bench.child.hardware import facts
 from loadtests.bench.child.link import measure_link_bytes_per_s
+from loadtests.command_line import typed_command
+from loadtests.report import print_last_line, write_content
 from loadtests.routing_trace import TraceConfig, routing_trace
 from loadtests.shapes import SHAPES, Shape
-from loadtests.typed_command import typed_command
 from wisp_core.memory.cuda_vmm import CudaBacking
 from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.gather_kernel import Gather
@@ -317,18 +316,18 @@ def main() -> None:
     link_bytes_per_s, _ = measure_link_bytes_per_s()
     rows = measure_resize(shape) + measure_gather(shape, experts, link_bytes_per_s) + measure_plan(shape)
     rows += measure_steps(shape, experts, link_bytes_per_s)
+    measured_on = facts()
     result = {
         "benchmark": "pager-overhead",
-        "hardware": hardware() | {"link_bytes_per_s": link_bytes_per_s},
-        "versions": versions(),
+        "hardware": measured_on["hardware"] | {"link_bytes_per_s": link_bytes_per_s},
+        "versions": measured_on["versions"],
         "command": typed_command("python -m loadtests.bench.child.pager_overhead"),
         "config": {"model": args.model, **asdict(shape)},
         "rows": rows,
         "summary": summarize(rows, link_bytes_per_s),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(json.dumps(result["summary"]) + "\n")
+    write_content(args.output, result)
+    print_last_line("pager-overhead", args.output, rows, summarize(rows, link_bytes_per_s))
 
 
 if __name__ == "__main__":

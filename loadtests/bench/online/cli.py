@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadtests.bench import options, plan, report
+from loadtests import report
+from loadtests.bench import options, plan
 from loadtests.bench.configs import is_gpu_machine
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
-from loadtests.bench.runner import Measured, run_jobs
-from loadtests.typed_command import typed_command
+from loadtests.bench.runner import run_jobs
+from loadtests.command_line import say
+from loadtests.report import Measured
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
@@ -78,7 +80,7 @@ def online(
     else:
         result, path = _of_a_service(given, output, record, work_dir)
     report.print_table(f"{result.config.name}: {result.config.workflow}", result.measured.rows, _ONLINE_COLUMNS)
-    typer.echo(report.last_line(result.config, path, result.measured, result.summary))
+    report.print_last_line(result.config.name, path, result.measured.rows, result.summary)
     if any("error" in row for row in result.measured.rows):
         raise typer.Exit(1)
 
@@ -92,7 +94,7 @@ def _refuse(others: dict[str, Any], *, in_process: bool) -> None:
 def _merged(files: list[Path], output: Path | None) -> tuple[Result, Path]:
     from loadtests.bench.online import results
 
-    path = (output or report.result_path("online", "merged")).resolve()
+    path = output or report.result_path("online", "merged")
     return results.merge(files, path), path
 
 
@@ -105,9 +107,8 @@ def _of_a_service(
     from loadtests.bench.online.config import OnlineConfig
 
     config = dataclasses.replace(OnlineConfig(), **given)
-    path = (output or report.result_path(config.name, "cpu")).resolve()
-    measured = command.measure(config, path, typed_command(), record=record, work_dir=work_dir, say=_say)
-    return measured, path
+    path = output or report.result_path(config.name)
+    return command.measure(config, path, record=record, work_dir=work_dir, say=say), path
 
 
 def _in_process(
@@ -123,15 +124,14 @@ def _in_process(
     wisp = {} if host_memory_gb is None else {"host_memory_bytes": int(host_memory_gb * 1e9)}
     engine = dataclasses.replace(config.engine, model=model or config.engine.model, wisp=config.engine.wisp | wisp)
     config = dataclasses.replace(config, engine=engine, **given)
-    path = (output or report.result_path(config.name, config.engine.device)).resolve()
-    command = typed_command()
+    path = output or report.result_path(config.name, config.engine.device)
 
     def save(measured: Measured) -> None:
-        results.save(results.result_of(config, measured), path, command)
+        results.save(results.result_of(config, measured), path)
 
     with tempfile.TemporaryDirectory() as scratch:
         jobs = plan.online_jobs(config, plan.find_model(config.engine.model, Path(scratch)))
-        measured = run_jobs(jobs, on_rows=save, say=_say, log_dir=log_dir)
+        measured = run_jobs(jobs, on_rows=save, say=say, log_dir=log_dir)
     return results.result_of(config, measured), path
 
 
@@ -141,18 +141,10 @@ def balloon(
 ) -> None:
     """How soon KV blocks leave a pool that is in use: by the balloon, and behind a drained barrier (CPU)."""
     prepare_driver()  # before Ray is imported
-    from loadtests.bench.child.hardware import hardware, versions
     from loadtests.bench.online.balloon import BalloonConfig, run_balloon, summarize
 
     config = BalloonConfig()
-    path = (output or report.result_path(config.name, "cpu")).resolve()
     with tempfile.TemporaryDirectory() as scratch:
-        rows = run_balloon(config, work_dir or Path(scratch), _say)
-    measured, summary = Measured(rows=rows, hardware=hardware(), versions=versions()), summarize(rows)
-    report.write_result(path, config, typed_command(), measured, summary)
-    report.print_table(config.name, rows, _BALLOON_COLUMNS)
-    typer.echo(report.last_line(config, path, measured, summary))
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
+        rows = run_balloon(config, work_dir or Path(scratch), say)
+    path = output or report.result_path(config.name)
+    report.finish(path, config, Measured.here(rows), summarize(rows), _BALLOON_COLUMNS)

@@ -6,18 +6,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from loadtests.bench.child.hardware import hardware, versions
 from loadtests.bench.online import run
 from loadtests.bench.online.config import OnlineConfig
 from loadtests.bench.online.figures import Row
 from loadtests.bench.online.results import Result, result_of, save
-from loadtests.bench.runner import Measured
+from loadtests.report import Measured
 
 
 def measure(
     config: OnlineConfig,
     path: Path,
-    command: str,
     *,
     record: Path | None,
     work_dir: Path | None,
@@ -26,14 +24,14 @@ def measure(
     """Run every way of ``config``; ``path`` is written after each."""
 
     def result(rows: list[Row]) -> Result:
-        return result_of(config, Measured(rows=rows, hardware=hardware(), versions=versions()))
+        return result_of(config, Measured.here(rows))
 
     with tempfile.TemporaryDirectory() as scratch:
         rows = run.run_online(
             config,
             work_dir or Path(scratch),
             say=say,
-            on_rows=lambda rows: save(result(rows), path, command),
+            on_rows=lambda rows: save(result(rows), path),
             record=record,
         )
     return result(rows)

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from loadtests.bench import report
+from loadtests import report
 from loadtests.bench.online.config import OnlineConfig
 from loadtests.bench.online.figures import Row, compare
 from loadtests.bench.online.in_process import InProcessConfig
-from loadtests.bench.runner import Measured
+from loadtests.report import Measured
 from wisp_core.errors import ConfigurationError
 
 AnyConfig = OnlineConfig | InProcessConfig
@@ -40,9 +40,9 @@ def result_of(config: AnyConfig, measured: Measured) -> Result:
     return Result(config, measured, compare(measured.rows, config.policy))
 
 
-def save(result: Result, path: Path, command: str) -> None:
+def save(result: Result, path: Path, command: str | None = None) -> None:
     """Write it."""
-    report.write_result(path, result.config, command, result.measured, result.summary)
+    report.write_result(path, result.config, result.measured, result.summary, command=command)
 
 
 def merge(files: Sequence[Path], path: Path) -> Result:

@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from loadtests.typed_command import typed_command
+from loadtests.command_line import typed_command
 
 
 @pytest.mark.parametrize(
