@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.config import HttpSettings
 from services.ingress.admin import TenantAdmin
-from services.ingress.admin_routes import add_operator_routes
+from services.ingress.admin_routes import operator_routes
 from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
 from services.ingress.errors import ApiError, bad_request, unavailable, unknown_model
@@ -43,37 +47,57 @@ class TurnStream(StreamingResponse):
             await self._pieces.aclose()
 
 
-class HeaderLimit:
-    """ASGI middleware: 431 for requests whose headers are too large."""
+class HeadCheck:
+    """ASGI middleware: requests whose head is too large or ambiguous are refused, URLs may name the host."""
 
     def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
         self._app = app
         self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is small enough."""
-        if scope["type"] == "http":
-            num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-            if num_bytes + len(scope["path"]) + len(scope["query_string"]) > self._max_header_bytes:
-                error = ApiError(431, "The request's headers are too large.", code="headers_too_large")
-                await _error_response(error)(scope, receive, send)
-                return
+        """Pass on what is well-formed."""
+        error = self._error_of(scope)
+        if error is not None:
+            await _error_response(error)(scope, receive, send)
+            return
+        if origin := _ORIGIN.match(scope["raw_path"]):
+            # RFC 9112, 3.2.2: every server takes a URL in absolute form, which proxies are sent.
+            raw_path = scope["raw_path"][origin.end() :] or b"/"
+            scope = {**scope, "raw_path": raw_path, "path": unquote(raw_path.decode("ascii"))}
         await self._app(scope, receive, send)
+
+    def _error_of(self, scope: Scope) -> ApiError | None:
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if num_bytes + len(scope["path"]) + len(scope["query_string"]) > self._max_header_bytes:
+            return ApiError(431, "The request's headers are too large.", code="headers_too_large")
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # RFC 9112, 6.1: a proxy in front may see the end of the body elsewhere, and another request behind it.
+            message = "A request has Content-Length or Transfer-Encoding, not both."
+            return ApiError(400, message, headers={"connection": "close"})
+        return None
+
+
+_ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
 def build_app(
     gateway: Gateway, cluster: Cluster, tenants: TenantAdmin, http: HttpSettings, *, admin_key: str
-) -> FastAPI:
+) -> Starlette:
     """The public HTTP interface."""
-    app = FastAPI(title="WiSP", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(HeaderLimit, max_header_bytes=http.max_header_bytes)
-    _add_error_handlers(app)
-    _add_openai_routes(app, gateway, http)
-    add_operator_routes(app, cluster, tenants, http, admin_key)
-    return app
+    return Starlette(
+        routes=[*_openai_routes(gateway, http), *operator_routes(cluster, tenants, http, admin_key)],
+        middleware=[Middleware(HeadCheck, max_header_bytes=http.max_header_bytes)],
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_error,
+            StoreUnavailableError: _on_store_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_any_error,
+        },
+    )
 
 
-def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> None:
+def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
     created = int(time.time())
     card = {"id": gateway.model, "object": "model", "created": created, "owned_by": "wisp"}
 
@@ -86,23 +110,23 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway, http: HttpSettings) -> No
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)
 
-    for path in (CHAT_PATH, COMPLETIONS_PATH):
-        # Starlette's own route: the body is not FastAPI's to read.
-        app.add_route(path, partial(turn, path), methods=["POST"])
-
-    @app.get("/v1/models")
-    async def list_models(request: Request) -> dict[str, object]:
+    async def list_models(request: Request) -> Response:
         """The models served: one."""
         await gateway.authenticate(request.headers)
-        return {"object": "list", "data": [card]}
+        return JSONResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
-    async def show_model(request: Request, name: str) -> dict[str, object]:
+    async def show_model(request: Request) -> Response:
         """One model."""
         await gateway.authenticate(request.headers)
-        if name != gateway.model:
-            raise unknown_model(name)
-        return card
+        if request.path_params["name"] != gateway.model:
+            raise unknown_model(request.path_params["name"])
+        return JSONResponse(card)
+
+    return [
+        *(Route(path, partial(turn, path), methods=["POST"]) for path in (CHAT_PATH, COMPLETIONS_PATH)),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", show_model),
+    ]
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -123,32 +147,26 @@ def _error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, {**error.headers, "content-type": "application/json"})
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    async def on_api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return _error_response(error)
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"Invalid URL ({request.method} {request.url.path[:256]})"
-        answer = ApiError(error.status_code, message, headers=error.headers)
-        return _error_response(answer)
 
-    async def on_store_error(_: Request, error: Exception) -> Response:
-        # Turns go on without the store; what an operator asks for does not.
-        return _error_response(unavailable("The store does not answer."))
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"Invalid URL ({request.method} {request.url.path[:256]})"
+    return _error_response(ApiError(error.status_code, message, headers=error.headers))
 
-    async def on_disconnect(_: Request, error: Exception) -> Response:
-        return _error_response(bad_request("The request ended early."))  # Nobody reads it.
 
-    async def on_any_error(_: Request, error: Exception) -> Response:
-        # The server logs it by itself; the client learns nothing of the inside.
-        return _error_response(
-            ApiError(500, "The server had an error while processing your request.", kind="server_error")
-        )
+async def _on_store_error(_: Request, error: Exception) -> Response:
+    # Turns go on without the store; what an operator asks for does not.
+    return _error_response(unavailable("The store does not answer."))
 
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(StoreUnavailableError, on_store_error)
-    app.add_exception_handler(ClientDisconnect, on_disconnect)
-    app.add_exception_handler(Exception, on_any_error)
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    return _error_response(bad_request("The request ended early."))  # Nobody reads it.
+
+
+async def _on_any_error(_: Request, error: Exception) -> Response:
+    # The server logs it by itself; the client learns nothing of the inside.
+    return _error_response(ApiError(500, "The server had an error while processing your request.", kind="server_error"))

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from services.ingress.errors import bad_request
 from services.ingress.listener import BACKLOG
 
 logger = logging.getLogger(__name__)
@@ -145,11 +146,14 @@ class _Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; after an answer that came early just close."""
-        try:
-            super().send_400_response(msg)
-        except h11.LocalProtocolError:
-            self.transport.close()
+        """Refuse what is no HTTP, as any other request is refused; after an answer that came early just close."""
+        body = bad_request(msg).body()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):
+            head = h11.Response(status_code=400, headers=headers, reason="Bad Request")
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def _cut_off(self) -> None:
         logger.info("a client that took nothing for %.0f s was cut off", SEND_TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 from ingress_in_process import HEAD, KEY, Service
@@ -284,6 +286,68 @@ async def test_who_takes_nothing_of_whole_answers_is_cut_off_and_holds_up_no_sto
         await wait_until(lambda: len(connections) == 3)
     for writer in writers:
         writer.close()
+
+
+async def answers_to(listener: Listener, request: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """Status, headers and body of each answer to ``request``, until the service closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url_of(listener).rpartition(":")[2]))
+    writer.write(request)
+    connection, answers = h11.Connection(h11.CLIENT), []
+    connection.send(h11.Request(method=request.partition(b" ")[0], target="/", headers=[("host", "x")]))
+    connection.receive_data(await asyncio.wait_for(reader.read(), 5))
+    writer.close()
+    connection.receive_data(b"")
+    status, headers, body = 0, dict[str, str](), b""
+    while not isinstance(event := connection.next_event(), h11.ConnectionClosed):
+        match event:
+            case h11.Response():
+                status, headers, body = event.status_code, {k.decode(): v.decode() for k, v in event.headers}, b""
+            case h11.Data():
+                body += bytes(event.data)
+            case h11.EndOfMessage():
+                answers.append((status, headers, body))
+    return answers
+
+
+LAST = b"host: x\r\nconnection: close\r\n"
+
+
+async def test_what_is_no_http_is_refused_in_openai_s_form(listener: Listener) -> None:
+    async with serving(listener, Service().app):
+        for request in (b"GET no HTTP\r\n\r\n", b"GET /healthz HTTP/1.1\r\n" + LAST + b"x\r\n\r\n"):
+            ((status, headers, body),) = await answers_to(listener, request)
+            assert (status, headers["content-type"]) == (400, "application/json")
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_url_may_name_the_host(listener: Listener) -> None:
+    async with serving(listener, Service().app):
+        for origin in (b"http://proxied.example:8000", b"HTTPS://[::1]", b""):
+            request = b"GET " + origin + b"/v1/models%2Ftiny?x=http://y/ HTTP/1.1\r\n" + LAST
+            ((status, _, body),) = await answers_to(listener, request + f"authorization: Bearer {KEY}\r\n\r\n".encode())
+            assert (status, json.loads(body)["id"]) == (200, "tiny")
+        ((status, _, _),) = await answers_to(listener, b"GET http://nothing HTTP/1.1\r\n" + LAST + b"\r\n")
+        assert status == 404
+
+
+async def test_head_is_answered_as_get_without_a_body(listener: Listener) -> None:
+    service = Service()
+    async with serving(listener, service.app):
+        for path, expected in ((b"/healthz", 200), (b"/readyz", 503)):
+            ((status, headers, body),) = await answers_to(listener, b"HEAD " + path + b" HTTP/1.1\r\n" + LAST + b"\r\n")
+            assert (status, body) == (expected, b"")
+            assert int(headers["content-length"]) > 0
+
+
+async def test_a_body_of_two_lengths_is_refused_and_what_follows_is_not_read(listener: Listener) -> None:
+    lengths = b"host: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    smuggled = b"GET /healthz HTTP/1.1\r\n" + LAST + b"\r\n"
+    async with serving(listener, Service().app):
+        ((status, headers, body),) = await answers_to(
+            listener, b"POST /v1/completions HTTP/1.1\r\n" + lengths + b"0\r\n\r\n" + smuggled
+        )
+    assert (status, headers["connection"]) == (400, "close")
+    assert "not both" in json.loads(body)["error"]["message"]
 
 
 async def test_what_comes_after_an_early_answer_closes_quietly(listener: Listener) -> None:
