@@ -1,4 +1,7 @@
-"""Command line of the benchmarks: ``wisp bench``, or ``python -m loadtests.bench`` where only this package runs."""
+"""``wisp bench``: what paging, dividing, placing and sharing cost and gain; each run leaves a file of results.
+
+Also ``python -m loadtests.bench``, where there are neither Ray nor Valkey.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from loadtests.bench import columns, configs, options, plan, summary
 from loadtests.bench import prefetch as prefetching
 from loadtests.bench.online import cli as of_a_service
 from loadtests.bench.runner import run_jobs
-from loadtests.bench.service import service
+from loadtests.placement import cli as placement
 from loadtests.report import Measured
+from loadtests.service import cli as service
 from wisp_core.errors import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
+app.add_typer(service.app)
+app.add_typer(placement.app)
 app.command()(of_a_service.online)
 app.command()(of_a_service.balloon)
-app.command()(service)
 
 Config = TypeVar(
     "Config",

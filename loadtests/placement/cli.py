@@ -1,4 +1,4 @@
-"""Command line of the benchmarks of placement."""
+"""Those of ``wisp bench`` that are about placement; what is heavy is imported when one is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadtests import command_line
 from loadtests.command_line import say
 from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
 from wisp_core.errors import ConfigurationError
@@ -19,7 +18,7 @@ from wisp_core.errors import ConfigurationError
 if TYPE_CHECKING:
     from loadtests.placement.live import LiveConfig
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer()
 
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
@@ -32,7 +31,7 @@ def routing(
     output: Output = None,
 ) -> None:
     """Time of a routing decision, and its regret against scoring every replica in full."""
-    from loadtests.placement.decisions import DecisionsConfig, measure, summarize
+    from loadtests.placement.routing import DecisionsConfig, measure, summarize
 
     config = DecisionsConfig(num_replicas=replicas, num_sessions=sessions, decisions=decisions)
     rows = measure(config, say)
@@ -103,7 +102,7 @@ def overhead(
 @app.command()
 def co_schedule(output: Output = None) -> None:
     """Turns that come at once to one engine: first come first served, and held until their experts fit."""
-    from loadtests.placement.coschedule import CoScheduleConfig, measure, summarize
+    from loadtests.placement.co_schedule import CoScheduleConfig, measure, summarize
 
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(CoScheduleConfig(), Path(scratch), say)
@@ -113,7 +112,7 @@ def co_schedule(output: Output = None) -> None:
 @app.command()
 def working_sets(output: Output = None) -> None:
     """How well working sets are foretold on a real engine, whether safe sizes are safe, and what counting costs."""
-    from loadtests.placement.prediction import PredictionConfig, measure, summarize
+    from loadtests.placement.working_sets import PredictionConfig, measure, summarize
 
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(PredictionConfig(), Path(scratch), say)
@@ -156,11 +155,6 @@ def _rows_of(path: Path, base: LiveConfig) -> list[Row]:
 
 def _is_of(row: Row, routers: Sequence[str], works: Sequence[str], seeds: Sequence[int]) -> bool:
     return row["router"] in routers and row["work"] in works and row["seed"] in seeds
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    command_line.run(app, "wisp bench", arguments)
 
 
 def _finish(config: Any, rows: list[Row], summary: Row, output: Path | None) -> None:

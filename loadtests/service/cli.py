@@ -1,4 +1,4 @@
-"""Command line of the benchmarks of a whole service."""
+"""Those of ``wisp bench`` that load a whole service; what is heavy is imported when one is called."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import typer
 
 from loadtests import command_line
 from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer()
 
 Merge = Annotated[
     list[Path] | None,
     typer.Option(help="Run nothing: make one file of those of several runs. Give it once for each."),
 ]
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
-
-
-@app.callback()
-def several() -> None:
-    """Benchmarks of a whole service on this machine."""
 
 
 @app.command()
@@ -134,6 +130,29 @@ def malformed(
     raise typer.Exit(int(not holds(summary)))
 
 
-def main() -> None:
-    """Entry point."""
-    command_line.run(app, "wisp bench")
+@app.command()
+def service(
+    config: Annotated[Path, typer.Option(help="The service's YAML file, such as infra/serve/gpu.yaml.")],
+    model: Annotated[str | None, typer.Option(help="Instead of its model: a checkpoint, 'tiny', or a shape.")] = None,
+    users: Annotated[int, typer.Option(min=1, help="Agent sessions at once.")] = 8,
+    run_time: Annotated[str, typer.Option(help="As Locust takes it, such as 5m.")] = "5m",
+    samples: Annotated[int, typer.Option(min=1, help="Prompts to compare with an engine that holds all experts.")] = 24,
+    kill_engine: Annotated[bool, typer.Option(help="Kill one engine and time its restart.")] = True,
+    phase_s: Annotated[float, typer.Option(help="Length of phases of bursts and of long documents; 0: mixed.")] = 0.0,
+    long_words: Annotated[int, typer.Option(min=1, help="Words of a long document.")] = 1500,
+    output: Output = None,
+) -> None:
+    """A whole service under load: budget from outside, an engine killed, every token compared."""
+    prepare_driver()  # before Ray is imported
+    from loadtests.service.run import ServiceRun
+    from loadtests.service.service import measure_service
+
+    run = ServiceRun(
+        users=users,
+        run_time=run_time,
+        num_samples=samples,
+        is_engine_killed=kill_engine,
+        phase_s=phase_s,
+        long_words=long_words,
+    )
+    raise typer.Exit(measure_service(config, model, run, output))

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.bench import app as bench_app
-from services.cli.simulate import app as simulate_app
+from services.cli.passed_on import pass_on
 from services.cli.tenant import app as tenant_app
 from services.environment import prepare_driver
 from wisp_core.errors import WispError
@@ -18,11 +17,11 @@ from wisp_core.errors import WispError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 model_app = typer.Typer(no_args_is_help=True, help="Models to try things with.")
 app.add_typer(model_app, name="model")
-app.add_typer(bench_app, name="bench")
-app.add_typer(simulate_app, name="simulate")
 trace_app = typer.Typer(no_args_is_help=True, help="Workloads as numbers, for plan and simulate.")
 app.add_typer(trace_app, name="trace")
 app.add_typer(tenant_app, name="tenant")
+pass_on(app, "bench", "loadtests.bench", "Measure what paging, dividing, placing and sharing cost and gain.")
+pass_on(app, "simulate", "loadtests.simulate", "Judge policies, splits and routers before they touch a replica.")
 
 StateDir = Annotated[Path, typer.Option(help="The service's state directory.")]
 

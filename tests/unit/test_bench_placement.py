@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.placement import cli, coschedule, decisions, live, overhead, prediction, simulated
-from loadtests.placement.decisions import DecisionsConfig
+from loadtests.bench.cli import main
+from loadtests.placement import co_schedule, live, overhead, routing, simulated, working_sets
+from loadtests.placement.routing import DecisionsConfig
 from loadtests.placement.simulated import SimulatedConfig
 from loadtests.report import Measured, write_result
 from services.config import RouterName
@@ -31,8 +32,8 @@ def test_decisions_are_timed_and_compared_with_scoring_everything() -> None:
         decisions=20,
         regret_samples=20,
     )
-    rows = decisions.measure(config, quiet)
-    summary = decisions.summarize(rows)
+    rows = routing.measure(config, quiet)
+    summary = routing.summarize(rows)
     assert [row["kind"] for row in rows] == ["unplaced", "placed", "regret"]
     assert 0 < summary["decision_p50_us"] <= summary["decision_p99_us"]
     assert 0 <= summary["regret_mean"] <= summary["regret_max"]
@@ -42,7 +43,7 @@ def test_with_few_replicas_nothing_is_missed() -> None:
     config = DecisionsConfig(
         num_replicas=4, num_sessions=50, num_layers=3, num_experts=16, top_k=2, cap=4, num_topics=4, decisions=5
     )
-    assert decisions.summarize(decisions.measure(config, quiet))["regret_max"] == pytest.approx(0.0, abs=1e-6)
+    assert routing.summarize(routing.measure(config, quiet))["regret_max"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_simulated_topics_gather_and_nothing_else_changes() -> None:
@@ -76,7 +77,7 @@ def test_rows_of_several_live_runs_are_joined(tmp_path: Path) -> None:
         write_result(tmp_path / f"{seed}.json", config, measured, {})
     parts = [word for seed in range(3) for word in ("--join", str(tmp_path / f"{seed}.json"))]
     with pytest.raises(SystemExit):
-        cli.main(["placement", "--live", *parts, "--output", str(tmp_path / "all.json")])
+        main(["placement", "--live", *parts, "--output", str(tmp_path / "all.json")])
     joined = json.loads((tmp_path / "all.json").read_text())
     assert [(row["router"], row["seed"]) for row in joined["rows"]] == [
         ("working_set", 0),
@@ -116,10 +117,10 @@ def test_overhead_may_be_serve_s_own_part_and_one_millisecond(service_ms: float,
 def test_gated_turns_are_compared_by_cap_and_link() -> None:
     values = ((20, "fcfs", 2.0), (20, "gated", 1.0), (32, "fcfs", 4.0), (32, "gated", 3.0))
     rows = [
-        {"cap": cap, "link_bytes_per_s": 25e6, "way": way, **dict.fromkeys(coschedule._COMPARED, value)}
+        {"cap": cap, "link_bytes_per_s": 25e6, "way": way, **dict.fromkeys(co_schedule._COMPARED, value)}
         for cap, way, value in values
     ]
-    summary = coschedule.summarize(rows)
+    summary = co_schedule.summarize(rows)
     assert summary["cap_20_link_25_mb_per_s"]["makespan_s"] == 0.5
     assert summary["cap_32_link_25_mb_per_s"]["gap_max_s"] == 0.75
 
@@ -128,12 +129,12 @@ def test_what_is_foretold_and_what_it_costs_is_summed_up() -> None:
     rows = [
         {"kind": "foretold", "stage": stage, "error": error}
         for stage, errors in zip(
-            prediction.STAGES, ((0.9, 0.7), (0.6, 0.6), (0.4, 0.4), (0.3, 0.3), (0.1, 0.3)), strict=True
+            working_sets.STAGES, ((0.9, 0.7), (0.6, 0.6), (0.4, 0.4), (0.3, 0.3), (0.1, 0.3)), strict=True
         )
         for error in errors
     ]
     rows += [{"kind": "safe_size", "miss_share": share} for share in (0.05, 0.09)]
     rows += [{"kind": "cost", "share_of_step": share} for share in (0.004, 0.002)]
-    summary = prediction.summarize(rows)
+    summary = working_sets.summarize(rows)
     assert (summary["error_nothing"], summary["error_first_tokens"]) == (0.8, 0.2)
     assert (summary["safe_miss_share_max"], summary["signature_share_of_step"]) == (0.09, 0.004)

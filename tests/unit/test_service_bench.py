@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from loadtests.service.command import is_good
 from loadtests.service.gpu_memory import Watched, used_bytes_by_pid
 from loadtests.service.made_up import LOAD_FORMAT, with_made_up_weights
 from loadtests.service.run import sample_turns, turn_counts
+from loadtests.service.service import is_good
 from services.config import ServiceConfig
 from wisp_core.errors import ConfigurationError
 
