@@ -20,6 +20,8 @@ from wisp_core.tenant_contracts import TenantSpec
 LEASE_S = 60.0
 """A running turn counts for this long after its ingress was last heard of."""
 RENEW_S = 20.0
+SETTLE_RETRY_S = 1.0
+"""How often turns are settled that ended while the store was away: until then they take their tenant's places."""
 FIRST_BYTES_PER_TOKEN = 3.0
 
 
@@ -140,24 +142,26 @@ class TurnLimiter:
             self._ended.pop(turn_id, None)
         return not left
 
-    async def _settle_ended(self, tenant_id: str) -> bool:
-        """Settle the tenant's turns that have ended; False if there are none, or a store is away."""
-        ended = [turn_id for turn_id, turn in self._ended.items() if turn.request.tenant_id == tenant_id]
+    async def _settle_ended(self, tenant_id: str | None = None) -> bool:
+        """Settle turns that have ended, a tenant's or all; False if there are none, or a store is away."""
+        ended = [name for name, turn in self._ended.items() if tenant_id in (None, turn.request.tenant_id)]
         for turn_id in ended:
             if not await self._settle(turn_id):
                 return False
         return bool(ended)
 
     async def renew_forever(self) -> None:
-        """Keep the turns of this process counted as running."""
+        """Keep the turns of this process counted as running, and no longer than they run."""
+        renewed_s = time.monotonic()
         while True:
-            await asyncio.sleep(RENEW_S)
-            await self.renew()
+            await asyncio.sleep(SETTLE_RETRY_S)
+            await self._settle_ended()
+            if time.monotonic() - renewed_s >= RENEW_S:
+                renewed_s = time.monotonic()
+                await self.renew()
 
     async def renew(self) -> None:
-        """Extend the lease of every running turn, in whichever store it is counted, and settle ended ones."""
-        for turn_id in list(self._ended):
-            await self._settle(turn_id)
+        """Extend the lease of every running turn, in whichever store it is counted."""
         for turn in list(self._running.values()):
             for store in turn.counted_in:
                 # One store being away says nothing of the other; the calls after the first fail at once.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from services.ingress import limits
 from services.ingress.errors import ApiError
 from services.ingress.limits import PromptEstimator, TurnLimiter
 from services.ingress.request_fields import COMPLETIONS_PATH, parse
@@ -106,7 +108,35 @@ async def test_turns_admitted_without_the_store_stay_counted_while_it_is_away(cl
     assert (await refusal(limiter, "t2", 1)).error["message"].startswith("Rate limit reached on concurrent turns")
 
 
-async def test_a_turn_that_ends_while_the_store_is_away_is_settled_when_it_is_back(clock: Clock) -> None:
+@pytest.fixture
+async def keeping(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[TurnLimiter], None]]:
+    """Starts a limiter's own task, which waits for less than it usually does to settle, and does not come to renew."""
+    monkeypatch.setattr(limits, "SETTLE_RETRY_S", 0.01)
+    tasks = list[asyncio.Task[None]]()
+    yield lambda limiter: tasks.append(asyncio.create_task(limiter.renew_forever()))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_turn_that_ends_while_the_store_is_away_is_settled_as_soon_as_it_is_back(
+    clock: Clock, keeping: Callable[[TurnLimiter], None]
+) -> None:
+    store = MemoryStore()
+    limiter, other_ingress = TurnLimiter(store), TurnLimiter(store)
+    keeping(limiter)
+    for turn_id in ("t0", "t1"):
+        await limiter.admit(TENANT, turn_id, 300)
+    store.is_available = False
+    await limiter.settle("t0", 0)
+    await asyncio.sleep(0.05)
+    store.is_available = True
+    await asyncio.sleep(0.2)
+    await other_ingress.admit(TENANT, "t2", 300)
+    assert set(store._turns["a"]) == {"t1", "t2"}
+
+
+async def test_an_admission_does_not_wait_for_that(clock: Clock) -> None:
     store = MemoryStore()
     limiter = TurnLimiter(store)
     for turn_id in ("t0", "t1"):
@@ -115,16 +145,20 @@ async def test_a_turn_that_ends_while_the_store_is_away_is_settled_when_it_is_ba
     await limiter.settle("t0", 0)
     store.is_available = True
     await limiter.admit(TENANT, "t2", 300)
+
+
+async def test_a_lease_that_has_ended_need_not_be_settled(clock: Clock, keeping: Callable[[TurnLimiter], None]) -> None:
+    store = MemoryStore()
+    limiter = TurnLimiter(store)
+    keeping(limiter)
+    for turn_id in ("t0", "t1"):
+        await limiter.admit(TENANT, turn_id, 300)
     store.is_available = False
-    await limiter.settle("t1", 0)
-    store.is_available = True
-    await limiter.renew()
-    assert not limiter._ended
-    store.is_available = False
-    await limiter.settle("t2", 0)
+    for turn_id in ("t0", "t1"):
+        await limiter.settle(turn_id, 0)
     clock.now_s += 60
-    await limiter.renew()
-    assert not limiter._ended, "its lease has ended by itself"
+    await asyncio.sleep(0.2)
+    assert not limiter._ended
 
 
 async def test_a_turn_whose_admission_was_not_answered_is_settled_wherever_it_may_be_counted(clock: Clock) -> None:
