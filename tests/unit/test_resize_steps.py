@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE, FakeEngine
 
 from wisp_core.contracts import Barrier, Outcome, Split, SplitPlan
-from wisp_core.engine.resize_plan import Move, Refusal, plan_moves, steps_of
 from wisp_core.engine.resizer import Resizer
+from wisp_core.memory.resize_plan import Move, Refusal, plan_moves, steps_of
 
 FEW = Split(cap=2, kv_blocks=31)
 MANY = Split(cap=7, kv_blocks=11)

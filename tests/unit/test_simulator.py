@@ -161,6 +161,19 @@ def test_a_shrink_below_what_runs_is_deferred() -> None:
     assert result.splits[0] == SPLIT
 
 
+def test_a_resize_goes_as_far_as_running_turns_leave_room() -> None:
+    # Two turns hold 32 blocks each: beside them there is room for 6 slots.
+    turns = [make_turn(client, prompt_tokens=480, output_tokens=30) for client in range(2)]
+    result = simulate(
+        make_trace(*turns),
+        make_engine(),
+        split=SPLIT,
+        policy=Script(Split(cap=8, kv_blocks=39)),
+        settings=SimulationSettings(epoch_s=15.0),
+    )
+    assert [(one.before, one.after) for one in result.resizes][:1] == [(SPLIT, Split(cap=6, kv_blocks=71))]
+
+
 def test_a_snapshot_says_what_happened() -> None:
     engine, script = replayed_engine(), Script(SPLIT)
     turns = [

@@ -16,8 +16,8 @@ from contextlib import suppress
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError, EngineControl
 from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport
-from wisp_core.engine.resize_plan import Move, Refusal, Step, plan_moves, steps_of
 from wisp_core.errors import CapacityError, EngineUnavailableError, IntegrityError
+from wisp_core.memory.resize_plan import Move, Refusal, Step, plan_moves, steps_of
 
 _STEP_BYTES = 512 << 20
 """Moved by one command: some 20 ms on a GPU."""

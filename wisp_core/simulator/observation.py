@@ -165,13 +165,13 @@ class Observer:
         return tuple((np.minimum.accumulate(np.asarray(mean) + np.asarray(back)) * self._curve).tolist())
 
     def _demand(self, now_s: float, first: _Sample, last: _Sample, span_s: float) -> KvDemand:
-        replica, layout = self._replica, self._replica.model.layout
+        replica = self._replica
         asked = replica.asked.rates(now_s, now_s)
         turns, prompt_tokens, prompt_passes, output_tokens = asked[:NUM_AMOUNTS].tolist()
         return KvDemand(
             running_turns=replica.num_running,
             waiting_turns=len(replica.waiting),
-            floor_blocks=min(max(layout.longest_request_blocks, replica.admitted_blocks), layout.max_kv_blocks),
+            floor_blocks=replica.floor_blocks,
             demand_blocks=max(sample.peak_blocks for sample in self._samples),
             used_blocks=replica.cache.running_blocks,
             cached_blocks=replica.cache.cached_blocks,

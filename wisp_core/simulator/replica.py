@@ -22,6 +22,7 @@ import numpy.typing as npt
 from wisp_core.contracts import Split
 from wisp_core.memory.kv_returns import Returns
 from wisp_core.memory.kv_reuse import block_edges
+from wisp_core.memory.resize_plan import Move, Refusal, plan_moves
 from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
@@ -125,6 +126,12 @@ class Replica:
         return self.admitted_blocks + self.waiting_blocks
 
     @property
+    def floor_blocks(self) -> int:
+        """κ_min: the longest request, or all that admitted turns need in full."""
+        layout = self.model.layout
+        return min(max(layout.longest_request_blocks, self.admitted_blocks), layout.max_kv_blocks)
+
+    @property
     def num_running(self) -> int:
         """Admitted turns."""
         return len(self.prefilling) + len(self._decoding)
@@ -168,23 +175,38 @@ class Replica:
         return self._plan(now_s)
 
     def resize(self, split: Split, now_s: float) -> tuple[int, float | None] | None:
-        """Move to ``split``: bytes moved and the next event; None when running turns hold the blocks."""
-        layout, before = self.model.layout, self.split
-        if not self.cache.resize(split.kv_blocks):
+        """Move towards ``split`` as far as running turns leave KV groups free: bytes moved and the next event.
+
+        None where that is nowhere.
+        """
+        move = self._possible_move(split)
+        if move is None:
             return None
-        experts = abs(layout.experts_bytes_by_cap[split.cap] - layout.experts_bytes_by_cap[before.cap])
-        moved = max(experts, abs(layout.kv_bytes(split.kv_blocks) - layout.kv_bytes(before.kv_blocks)))
         # New slots are empty: what they will hold is copied once.
-        filled = max(0, split.cap - before.cap) * layout.num_layers
-        pause_s = self.model.resize_s + moved * self.model.resize_s_per_byte + filled * self.model.copy_s
+        filled = max(0, move.cap_after - move.cap_before) * self.model.layout.num_layers
+        moved_s = self.model.resize_s + move.bytes_moved * self.model.resize_s_per_byte
         if self.mode is Mode.DECODE:
             self._advance(now_s)
-        self.cap = split.cap
-        self._stall_s += pause_s
+        self.cap = move.cap_after
+        self._stall_s += moved_s + filled * self.model.copy_s
         if self.mode is Mode.PASS:
-            return moved, None
+            return move.bytes_moved, None
         self._admit(now_s)
-        return moved, self._plan(now_s)
+        return move.bytes_moved, self._plan(now_s)
+
+    def _possible_move(self, target: Split) -> Move | None:
+        """The first of an engine's moves for which the pool has groups, which it then has given or got."""
+        layout = self.model.layout
+        moves = plan_moves(
+            layout,
+            budget_bytes=self.model.budget_bytes,
+            before=self.split,
+            target=target,
+            floor_blocks=self.floor_blocks,
+        )
+        if isinstance(moves, Refusal):
+            return None
+        return next((one for one in moves if self.cache.resize(layout.usable_blocks(one.groups_after))), None)
 
     def recent_turns(self, now_s: float) -> float:
         """Mean number of turns over the last window, recent times weighing more."""

@@ -287,7 +287,7 @@ class _Run:
             policies.deferred += 1
             return
         moved_bytes, wake_s = moved
-        policies.resizes.append(Resize(self._now_s, number, before, split, moved_bytes))
+        policies.resizes.append(Resize(self._now_s, number, before, replica.split, moved_bytes))
         self._wake_at(number, wake_s)
 
     def _push(self, at_s: float, kind: int, subject: int, version: int) -> None:
