@@ -23,7 +23,7 @@ from services.config import ServiceConfig
 from services.demo.drive import Driver, Phase, WorkloadSettings
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
-from services.demo.tables import Resize, join, replica_table, session_table, show_split
+from services.demo.summary import Resize, join, print_replica, session_table, show_split
 from services.preflight import checked_start, own_state_dir
 from services.secret_files import read_or_create
 from services.start_progress import told_progress
@@ -36,7 +36,6 @@ CONFIG_FILE = Path(__file__).parents[2] / "infra" / "serve" / "demo.yaml"
 NUM_SAMPLES = 24
 _PROGRESS_PERIOD_S = 4.0
 _LOG_LENGTH = 200
-_TABLE_WIDTH = 204
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +236,7 @@ class Demo:
     async def _show(
         self, driver: Driver, store: Store, start: Sequence[ReplicaSnapshot], sampler: MemorySampler
     ) -> dict[str, list[Resize]]:
-        out = Console(width=max(_TABLE_WIDTH, self._console.width))
+        out = Console()
         placements = await store.read_placements(driver.sessions)
         out.print(session_table(driver.sessions, placements, await store.read_signatures(driver.sessions)))
         ends = {one.replica_id: one.split for one in await store.list_snapshots()}
@@ -247,5 +246,5 @@ class Demo:
             decisions = await store.list_decisions(one.replica_id, _LOG_LENGTH)
             resizes[one.replica_id] = join(outcomes, decisions)
             end = ends.get(one.replica_id, one.split)
-            out.print(replica_table(one.replica_id, one.split, end, resizes[one.replica_id], sampler))
+            print_replica(out, one.replica_id, one.split, end, resizes[one.replica_id], sampler)
         return resizes

@@ -1,12 +1,14 @@
-"""The two tables at the end of the demo."""
+"""What the demo shows at its end: sessions, and what each replica saw, decided and did. Readable in 80 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
+from services.cli.status import print_entry
 from services.demo.drive import SessionFigures
 from services.demo.sampler import MemorySampler
 from wisp_core.contracts import DecisionRecord, Outcome, Placement, ResizeOutcome, Signature, Split
@@ -48,17 +50,15 @@ def session_table(
     signatures: Mapping[str, Signature],
 ) -> Table:
     """One row per session, keys ``tenant/user/session``."""
-    table = Table(title="Sessions")
-    for name in ("tenant", "user", "session", "replica"):
-        table.add_column(name)
-    for name in ("turns", "failed", "TTFT, s", "tokens/s", "expert hits"):
+    table = Table(title="Sessions", title_justify="left", box=None, pad_edge=False)
+    for name in ("session", "replica"):
+        table.add_column(name, overflow="fold")
+    for name in ("turns", "failed", "TTFT s", "tok/s", "hits"):
         table.add_column(name, justify="right")
     for key, figures in sessions.items():
         placement, signature = placements.get(key), signatures.get(key)
         table.add_row(
-            figures.spec.tenant,
-            figures.spec.user,
-            figures.spec.session_id,
+            key,
             placement.replica_id if placement else "?",
             str(len(figures.results)),
             str(figures.num_failed),
@@ -69,33 +69,27 @@ def session_table(
     return table
 
 
-def replica_table(
-    replica_id: str, start: Split, end: Split, resizes: Sequence[Resize], sampler: MemorySampler
-) -> Table:
-    """One row per decision that became a plan."""
-    title = f"Replica {replica_id}: {show_split(start)} at the start, {show_split(end)} at the end"
-    table = Table(title=title, show_lines=True)
-    widths = {"before": 11, "saw": 40, "decided": 60, "outcome": 26, "after": 11, "moved, MiB": 6}
-    for name, width in widths.items():
-        table.add_column(name, width=width)
-    table.add_column("resident from outside, MiB", width=22)
+def print_replica(
+    console: Console, replica_id: str, start: Split, end: Split, resizes: Sequence[Resize], sampler: MemorySampler
+) -> None:
+    """Print a few lines per decision that became a plan."""
+    console.print(
+        f"\nReplica {replica_id}: {show_split(start)} at the start, {show_split(end)} at the end", style="bold"
+    )
     for resize in resizes:
         outcome = resize.outcome
         started_s = outcome.at_s - outcome.pause_ms / 1000
         before = sampler.at(replica_id, started_s - _SETTLE_S)
         after = sampler.at(replica_id, outcome.at_s + _SETTLE_S)
-        table.add_row(
-            show_split(outcome.before),
-            _inputs(resize.decision),
-            f"{outcome.policy}: {outcome.plan_reason}",
-            f"{outcome.outcome.value}: {outcome.reason}",
-            show_split(outcome.after),
-            f"{outcome.bytes_moved / 2**20:.1f}",
-            f"{before} -> {after}",
+        print_entry(
+            console,
+            f"{show_split(outcome.before)} -> {show_split(outcome.after)}; {outcome.outcome.value}: {outcome.reason}",
+            f"saw {_inputs(resize.decision)}\n"
+            f"{outcome.policy}: {outcome.plan_reason}\n"
+            f"{outcome.bytes_moved / 2**20:.1f} MiB moved; resident from outside, MiB: {before} -> {after}",
         )
     if not resizes:
-        table.add_row(show_split(start), "", "no resize", "", show_split(end), "0.0", "")
-    return table
+        console.print("no resize")
 
 
 def show_split(split: Split) -> str:
@@ -105,7 +99,7 @@ def show_split(split: Split) -> str:
 
 def _inputs(decision: DecisionRecord | None) -> str:
     if decision is None:
-        return "?"
+        return "what the log no longer has"
     return (
         f"floor {decision.floor_blocks}, demand {decision.demand_blocks} blocks; {decision.mean_turns:.1f} turns; "
         f"{decision.decode_steps_per_s:.1f} decode and {decision.prefill_steps_per_s:.1f} prefill steps/s; "
