@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from loadtests.bench.online.config import MODEL, SERVED_NAME
+from loadtests.bench.online.config import MODEL, SERVED_NAME, TENANTS
 from loadtests.bench.online.drive import Player
 from loadtests.bench.online.figures import TurnFigures, engine_figures, quantile, turn_figures
-from loadtests.service.running import free_port
+from loadtests.service.running import service_file, tenant
 from loadtests.traces import Trace, generate, workflow
 from services.app import Service
 from services.config import RouterName, ServiceConfig
@@ -167,40 +167,22 @@ def _trace(config: LiveConfig, work: str, seed: int) -> Trace:
 
 
 def _service_config(config: LiveConfig, directory: Path, router: RouterName) -> ServiceConfig:
-    state_dir = directory / router.value
-    tenants = [
-        {
-            "tenant_id": name,
-            "key_file": str(state_dir / f"{name}.key"),
-            "requests_per_minute": 1_000_000,
-            "tokens_per_minute": 1_000_000_000,
-        }
-        for name in ("acme", "globex", "initech")
-    ]
-    return ServiceConfig.model_validate(
-        {
-            "name": "wisp-placement",
-            "state_dir": str(state_dir),
-            "http": {"port": free_port()},
-            "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
-            "replica": {
-                "count": config.num_replicas,
-                "vram_budget_bytes": config.vram_budget_bytes,
-                "activation_bytes": config.activation_bytes,
-                "initial_cap": config.cap,
-                "emulated_link_bytes_per_s": config.link_bytes_per_s,
-                "graceful_shutdown_timeout_s": 10,
-                "engine": {
-                    "max_model_len": config.max_context_tokens,
-                    "max_num_seqs": config.max_num_seqs,
-                    "max_num_batched_tokens": config.max_num_batched_tokens,
-                    "block_size": 32,
-                    "dtype": "bfloat16",
-                    "enable_prefix_caching": True,
-                },
-            },
-            "policy": {"name": "static_split"},
-            "routing": {"router": router.value},
-            "tenants": tenants,
-        }
-    )
+    replica = {
+        "count": config.num_replicas,
+        "vram_budget_bytes": config.vram_budget_bytes,
+        "activation_bytes": config.activation_bytes,
+        "initial_cap": config.cap,
+        "emulated_link_bytes_per_s": config.link_bytes_per_s,
+        "graceful_shutdown_timeout_s": 10,
+        "engine": {
+            "max_model_len": config.max_context_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "block_size": 32,
+            "dtype": "bfloat16",
+            "enable_prefix_caching": True,
+        },
+    }
+    tenants = [tenant(directory, name) for name in TENANTS]
+    own = {"state_dir": str(directory / router.value), "routing": {"router": router.value}}
+    return ServiceConfig.model_validate(service_file("wisp-placement", directory, SERVED_NAME, replica, tenants, **own))

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import uvicorn
 
-from loadtests.service.running import free_port
+from loadtests.service.running import free_port, service_file, tenant
 from services import bare
 from services.app import Service
 from services.config import ServiceConfig
@@ -169,27 +169,12 @@ async def _timed(requests: int, calls: Mapping[str, Call]) -> list[Row]:
 
 
 def _service_config(config: OverheadConfig, directory: Path) -> ServiceConfig:
-    return ServiceConfig.model_validate(
-        {
-            "name": "wisp-overhead",
-            "state_dir": str(directory / "state"),
-            "http": {"port": free_port()},
-            "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
-            "replica": {
-                "count": config.num_replicas,
-                "vram_budget_bytes": config.vram_budget_bytes,
-                "activation_bytes": config.activation_bytes,
-                "graceful_shutdown_timeout_s": 10,
-                "engine": {"max_model_len": config.max_model_len, "max_num_seqs": 8, "block_size": 32},
-            },
-            "policy": {"name": "static_split"},
-            "tenants": [
-                {
-                    "tenant_id": "acme",
-                    "key_file": str(directory / "acme.key"),
-                    "requests_per_minute": 1_000_000,
-                    "tokens_per_minute": 1_000_000_000,
-                }
-            ],
-        }
-    )
+    replica = {
+        "count": config.num_replicas,
+        "vram_budget_bytes": config.vram_budget_bytes,
+        "activation_bytes": config.activation_bytes,
+        "graceful_shutdown_timeout_s": 10,
+        "engine": {"max_model_len": config.max_model_len, "max_num_seqs": 8, "block_size": 32},
+    }
+    file = service_file("wisp-overhead", directory, SERVED_NAME, replica, [tenant(directory, "acme")])
+    return ServiceConfig.model_validate(file)

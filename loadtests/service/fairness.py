@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 
 from loadtests.bench.online.figures import quantile
-from loadtests.service.running import RunningService, free_port
+from loadtests.report import Row
+from loadtests.service.running import RunningService, service_file, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.model.tiny_tokenizer import topic_words
@@ -69,43 +70,29 @@ class FairnessConfig:
 
 def service_config(directory: Path, config: FairnessConfig) -> dict[str, Any]:
     """One replica; ``thrash`` is a tenant like A whose limits refuse nothing."""
-    plenty = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "max_concurrent_turns": 256}
-    a_terms = {"weight": 1.0, "kv_share": config.a_kv_share}
-    return {
-        "name": "fairness",
-        "state_dir": str(directory / "state"),
-        "http": {"port": free_port()},
-        "model": {"path": str(directory / "model"), "served_name": MODEL},
-        "replica": {
-            "count": 1,
-            "vram_budget_bytes": 70 << 20,
-            "activation_bytes": 8 << 20,
-            "initial_cap": config.cap,
-            "emulated_link_bytes_per_s": config.link_bytes_per_s,
-            "max_ongoing_turns": 256,
-            "engine": {
-                "max_model_len": 2048,
-                "max_num_seqs": 16,
-                "max_num_batched_tokens": config.batched_tokens,
-                "block_size": 32,
-            },
+    replica = {
+        "count": 1,
+        "vram_budget_bytes": 70 << 20,
+        "activation_bytes": 8 << 20,
+        "initial_cap": config.cap,
+        "emulated_link_bytes_per_s": config.link_bytes_per_s,
+        "max_ongoing_turns": 256,
+        "engine": {
+            "max_model_len": 2048,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": config.batched_tokens,
+            "block_size": 32,
         },
-        # The split is not what is measured here.
-        "policy": {"name": "static_split"},
-        "tenants": [
-            {"tenant_id": "b", "key_file": str(directory / "b.key"), "weight": config.b_weight, **plenty},
-            {
-                "tenant_id": "a",
-                "key_file": str(directory / "a.key"),
-                "requests_per_minute": config.a_requests_per_minute,
-                "tokens_per_minute": 1_000_000,
-                **a_terms,
-            },
-            {"tenant_id": "thrash", "key_file": str(directory / "thrash.key"), **plenty, **a_terms},
-            {"tenant_id": "ample", "key_file": str(directory / "ample.key"), **plenty, **a_terms}
-            | {"max_concurrent_turns": config.ample_turns},
-        ],
     }
+    a = {"weight": 1.0, "kv_share": config.a_kv_share}
+    a_limits = {"requests_per_minute": config.a_requests_per_minute, "tokens_per_minute": 1_000_000}
+    tenants = [
+        tenant(directory, "b", max_concurrent_turns=256, weight=config.b_weight),
+        tenant(directory, "a", **a_limits, **a),
+        tenant(directory, "thrash", max_concurrent_turns=256, **a),
+        tenant(directory, "ample", max_concurrent_turns=config.ample_turns, **a),
+    ]
+    return service_file("fairness", directory, MODEL, replica, tenants)
 
 
 class Fairness:
@@ -117,10 +104,15 @@ class Fairness:
         self._config = config
         self._number = 0
 
-    async def condition(self, name: str) -> dict[str, Any]:
+    async def condition(self, name: str) -> Row:
         """A row: B's turns while A does what ``name`` says, one of ``CONDITIONS``."""
-        others = {"alone": _nothing, "flood": self._flood, "thrash": self._thrash, "ample": self._ample}[name]
-        async with others() as done:
+        others: dict[str, Callable[[], AbstractAsyncContextManager[list[StreamedTurn]]]] = {
+            "alone": lambda: nullcontext([]),
+            "flood": lambda: self._flood("a"),
+            "thrash": self._thrash,
+            "ample": lambda: self._flood("ample"),
+        }
+        async with others[name]() as done:
             await asyncio.sleep(2.0 if name != "alone" else 0.0)
             turns = await self._turns_of_b(self._config.turns)
         good = [turn for turn in turns if turn.error is None]
@@ -171,14 +163,8 @@ class Fairness:
         }
         return await stream_chat(self._client, self._service.key(tenant), body, session)
 
-    def _flood(self) -> AbstractAsyncContextManager[list[StreamedTurn]]:
-        return self._flood_by("a")
-
-    def _ample(self) -> AbstractAsyncContextManager[list[StreamedTurn]]:
-        return self._flood_by("ample")
-
     @asynccontextmanager
-    async def _flood_by(self, tenant: str) -> AsyncIterator[list[StreamedTurn]]:
+    async def _flood(self, tenant: str) -> AsyncIterator[list[StreamedTurn]]:
         """``tenant`` sends ``FLOOD_FACTOR`` times A's share, evenly, whatever comes back."""
         done: list[StreamedTurn] = []
         pause_s = 60 / self._config.a_requests_per_minute / FLOOD_FACTOR
@@ -233,11 +219,6 @@ class Fairness:
 
 
 @asynccontextmanager
-async def _nothing() -> AsyncIterator[list[StreamedTurn]]:
-    yield []
-
-
-@asynccontextmanager
 async def _until_left() -> AsyncIterator[asyncio.TaskGroup]:
     """A group whose tasks are cancelled when the context is left."""
 
@@ -250,7 +231,7 @@ async def _until_left() -> AsyncIterator[asyncio.TaskGroup]:
             raise LeftError
 
 
-def _of_a(turns: list[StreamedTurn]) -> dict[str, Any]:
+def _of_a(turns: list[StreamedTurn]) -> Row:
     statuses = Counter(turn.status for turn in turns)
     return {
         "a_answered": statuses[200],
@@ -261,11 +242,9 @@ def _of_a(turns: list[StreamedTurn]) -> dict[str, Any]:
     }
 
 
-async def measure(
-    config: FairnessConfig, runs: int, on_rows: Callable[[list[dict[str, Any]]], None]
-) -> list[dict[str, Any]]:
+async def measure(config: FairnessConfig, runs: int, on_rows: Callable[[list[Row]], None]) -> list[Row]:
     """``runs`` times the conditions in turn, on one service; ``on_rows`` gets what is there after each."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_tiny_model(directory / "model", TinyModelConfig())
@@ -282,7 +261,7 @@ async def measure(
     return rows
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: list[Row]) -> Row:
     """Medians over the runs of B's 95th percentiles, over those alone in the same run."""
     counted = [row for row in rows if "condition" in row]
     by = {((row.get("part", 1), row["run"]), row["condition"]): row for row in counted}
@@ -304,7 +283,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def holds(summary: dict[str, Any]) -> bool:
+def holds(summary: Row) -> bool:
     """Whether B is served as it shall be, and A is told the truth."""
     return bool(
         summary.get("flood_ttft_p95_ratio", 0.0) <= MOST

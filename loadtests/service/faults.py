@@ -18,9 +18,10 @@ from typing import Any
 
 from loadtests.bench.online.figures import quantile
 from loadtests.report import Row, write_content
-from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, TurnSeen, traffic
+from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, traffic
 from loadtests.service.rescore import Answer, rescore
-from loadtests.service.running import RunningService, free_port
+from loadtests.service.running import RunningService, service_file, tenant
+from loadtests.service.stream_client import StreamedTurn
 from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
@@ -62,14 +63,14 @@ class FaultsConfig:
 
 async def inject(
     service: RunningService, running: Traffic, kind: str, chooser: random.Random
-) -> tuple[Row, list[TurnSeen]]:
+) -> tuple[Row, list[StreamedTurn]]:
     """Kill one process of ``kind``, or upgrade, and wait until everything is back: a row, and the turns of that time.
 
     Raises RuntimeError when it does not come back.
     """
     running.may_resend = kind == "ingress"
     first, num_in_flight = len(running.turns), len(running.in_flight)
-    num_without_token = sum(not turn.tokens for turn in running.in_flight)
+    num_without_token = sum(not turn.token_texts for turn in running.in_flight)
     began_s = time.monotonic()
     back = asyncio.create_task(asyncio.to_thread(upgrade if kind in UPGRADES else _kill, service, kind, chooser))
     await _until(lambda: running.good_since(began_s) > 0, RECOVERY_TIMEOUT_S)
@@ -85,7 +86,7 @@ async def inject(
         "in_flight": num_in_flight,
         "in_flight_without_token": num_without_token,
         "lost_turns": sum(turn.is_lost for turn in turns),
-        "broken_streams": sum(turn.error is not None and bool(turn.tokens) for turn in turns),
+        "broken_streams": sum(turn.error is not None and bool(turn.token_texts) for turn in turns),
         "sent_twice": sum(turn.attempts > 1 for turn in turns),
         "next_good_turn_s": next_good_s,
         "recovery_s": recovery_s,
@@ -124,27 +125,14 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 def service_config(directory: Path) -> dict[str, Any]:
     """Two paged replicas of a tiny model."""
-    return {
-        "name": "faults",
-        "state_dir": str(directory / "state"),
-        "http": {"port": free_port()},
-        "model": {"path": str(directory / "model"), "served_name": MODEL},
-        "replica": {
-            "count": 2,
-            "vram_budget_bytes": 40 << 20,
-            "activation_bytes": 4 << 20,
-            "graceful_shutdown_timeout_s": 10,
-            "engine": ENGINE_ARGS,
-        },
-        "tenants": [
-            {
-                "tenant_id": TENANT,
-                "key_file": str(directory / f"{TENANT}.key"),
-                "requests_per_minute": 1_000_000,
-                "tokens_per_minute": 1_000_000_000,
-            }
-        ],
+    replica = {
+        "count": 2,
+        "vram_budget_bytes": 40 << 20,
+        "activation_bytes": 4 << 20,
+        "graceful_shutdown_timeout_s": 10,
+        "engine": ENGINE_ARGS,
     }
+    return service_file("faults", directory, MODEL, replica, [tenant(directory, TENANT)], policy={})
 
 
 def write_model(directory: Path) -> None:
@@ -224,11 +212,11 @@ async def _inject_all(
             findings.add(row, picked_answers(turns, config.rescored_per_fault))
 
 
-def picked_answers(turns: list[TurnSeen], count: int) -> list[Answer]:
+def picked_answers(turns: list[StreamedTurn], count: int) -> list[Answer]:
     """About ``count`` whole answers of ``turns``, at even distances."""
-    good = [turn for turn in turns if turn.error is None and turn.tokens]
+    good = [turn for turn in turns if turn.error is None and turn.token_texts]
     picked = good[:: max(1, -(-len(good) // count))]
-    return [{"prompt": turn.prompt, "tokens": turn.tokens} for turn in picked]
+    return [{"prompt": turn.prompt, "tokens": turn.token_texts} for turn in picked]
 
 
 def _rescored(answers: list[Answer]) -> Row:

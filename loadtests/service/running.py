@@ -146,6 +146,33 @@ def part_name(command: Sequence[str]) -> str:
     return Path([*scripts, *command, "?"][0].split(" ")[0]).name
 
 
+def service_file(
+    name: str,
+    directory: Path,
+    model: str,
+    replica: dict[str, Any],
+    tenants: Sequence[dict[str, Any]],
+    **parts: Any,
+) -> dict[str, Any]:
+    """A service's file: the model of ``directory``, on a free port, with a split that does not move unless told so."""
+    return {
+        "name": name,
+        "state_dir": str(directory / "state"),
+        "http": {"port": free_port()},
+        "model": {"path": str(directory / "model"), "served_name": model},
+        "replica": replica,
+        "policy": {"name": "static_split"},
+        "tenants": list(tenants),
+        **parts,
+    }
+
+
+def tenant(directory: Path, name: str, **terms: float) -> dict[str, Any]:
+    """A tenant of a service's file, whose limits refuse nothing but for ``terms``."""
+    plenty = {"requests_per_minute": 10_000_000, "tokens_per_minute": 10_000_000_000}
+    return {"tenant_id": name, "key_file": str(directory / f"{name}.key"), **plenty, **terms}
+
+
 def free_port() -> int:
     """A TCP port on loopback that nobody listens on now."""
     with socket.socket() as probe:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 
 from loadtests.bench.online.figures import quantile
-from loadtests.service.running import RunningService, free_port
+from loadtests.report import Row
+from loadtests.service.running import RunningService, service_file, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.errors import ConfigurationError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
@@ -39,35 +40,19 @@ class StreamsConfig:
 def service_config(directory: Path, config: StreamsConfig) -> dict[str, Any]:
     """Two replicas that run every stream at once."""
     seqs = -(-config.streams * 6 // 10)
-    return {
-        "name": "streams",
-        "state_dir": str(directory / "state"),
-        "http": {"port": free_port()},
-        "model": {"path": str(directory / "model"), "served_name": MODEL},
-        "replica": {
-            "count": 2,
-            "vram_budget_bytes": 640 << 20,
-            "activation_bytes": 64 << 20,
-            "initial_cap": 16,
-            "max_ongoing_turns": 2 * seqs,
-            "engine": {"max_model_len": 512, "max_num_seqs": seqs, "max_num_batched_tokens": 2048, "block_size": 32},
-        },
-        "policy": {"name": "static_split"},
-        "tenants": [
-            {
-                "tenant_id": "acme",
-                "key_file": str(directory / "acme.key"),
-                "requests_per_minute": 10_000_000,
-                "tokens_per_minute": 10_000_000_000,
-                "max_concurrent_turns": 10 * config.streams,
-            }
-        ],
+    replica = {
+        "count": 2,
+        "vram_budget_bytes": 640 << 20,
+        "activation_bytes": 64 << 20,
+        "initial_cap": 16,
+        "max_ongoing_turns": 2 * seqs,
+        "engine": {"max_model_len": 512, "max_num_seqs": seqs, "max_num_batched_tokens": 2048, "block_size": 32},
     }
+    tenants = [tenant(directory, "acme", max_concurrent_turns=10 * config.streams)]
+    return service_file("streams", directory, MODEL, replica, tenants)
 
 
-async def hold(
-    url: str, key: str, model: str, config: StreamsConfig, resident_bytes: Callable[[], int]
-) -> dict[str, Any]:
+async def hold(url: str, key: str, model: str, config: StreamsConfig, resident_bytes: Callable[[], int]) -> Row:
     """Keep ``config.streams`` connections streaming for ``config.hold_s`` against any service: a row."""
     turns: list[StreamedTurn] = []
     samples: list[int] = []
@@ -118,7 +103,7 @@ def allow_connections(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def measure(config: StreamsConfig) -> list[dict[str, Any]]:
+def measure(config: StreamsConfig) -> list[Row]:
     """One row, on a service of its own. Raises ConfigurationError where so many connections are not allowed."""
     allow_connections(config.streams)
     with tempfile.TemporaryDirectory() as scratch:
@@ -128,7 +113,7 @@ def measure(config: StreamsConfig) -> list[dict[str, Any]]:
             return [asyncio.run(hold(service.url, service.key("acme"), MODEL, config, service.resident_bytes))]
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: list[Row]) -> Row:
     """Failures, and how much memory grew from the first half of the run to the second."""
     (row,) = rows
     growth_bytes = row["resident_bytes_second_half"] - row["resident_bytes_first_half"]
@@ -137,7 +122,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def holds(summary: dict[str, Any]) -> bool:
+def holds(summary: Row) -> bool:
     """Whether every stream ended well, and memory hardly grew once all were there."""
     return bool(
         summary["failed"] == 0

@@ -63,6 +63,13 @@ def live_row(router: str, work: str, factor: float, seed: int = 0) -> dict[str, 
     return {"router": router, "work": work, "seed": seed, "failed_turns": 1, **dict.fromkeys(keys, factor)}
 
 
+def test_routers_that_are_compared_keep_nothing_of_each_other(tmp_path: Path) -> None:
+    services = [live._service_config(live.LiveConfig(), tmp_path, router) for router in RouterName]
+    assert [one.routing.router for one in services] == list(RouterName)
+    assert len({one.state_dir for one in services}) == len(services)
+    assert {one.model.path for one in services} == {str(tmp_path / "model")}
+
+
 def test_live_ratios_are_of_seeds_that_both_have() -> None:
     rows = [live_row(RouterName.WORKING_SET, "topics", value, seed) for seed, value in enumerate((1.0, 3.0, 100.0))]
     rows += [live_row(RouterName.POWER_OF_TWO, "topics", value, seed) for seed, value in enumerate((2.0, 3.0))]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from loadtests.report import Measured, merge_results, write_result
-from loadtests.service import fairness, faults, malformed
-from loadtests.service.fault_traffic import TurnSeen
+from loadtests.service import fairness, faults, malformed, streams
 from loadtests.service.running import part_name
+from loadtests.service.stream_client import StreamedTurn
+from services.config import ServiceConfig
 from wisp_core.errors import ConfigurationError
 
 FAIRNESS = fairness.FairnessConfig(turns=200)
@@ -117,8 +118,24 @@ def test_machines_may_differ_where_their_figures_are_not_compared(tmp_path: Path
     assert hardware == [content["hardware"], {"cpu": "another"}]
 
 
+def test_every_benchmark_s_service_is_one_that_starts(tmp_path: Path) -> None:
+    files = [
+        fairness.service_config(tmp_path, FAIRNESS),
+        faults.service_config(tmp_path),
+        streams.service_config(tmp_path, streams.StreamsConfig()),
+    ]
+    services = [ServiceConfig.model_validate(file) for file in files]
+    assert [service.policy.name for service in services] == ["static_split", "mv_wsa", "static_split"]
+    assert [
+        [one.requests_per_minute for one in service.tenants if one.requests_per_minute < 1000] for service in services
+    ] == [[FAIRNESS.a_requests_per_minute], [], []]
+
+
 def test_answers_are_picked_over_the_whole_time() -> None:
-    turns = [TurnSeen(0.0, str(number), ["x"], error="broken" if number % 2 else None) for number in range(50)]
+    turns = [
+        StreamedTurn(prompt=str(number), token_texts=["x"], error="broken" if number % 2 else None)
+        for number in range(50)
+    ]
     assert [answer["prompt"] for answer in faults.picked_answers(turns, 5)] == ["0", "10", "20", "30", "40"]
     assert len(faults.picked_answers(turns[:6], 5)) == 3
 
