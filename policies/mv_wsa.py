@@ -73,7 +73,7 @@ class MarginalValue:
             return Decision(split=snapshot.split, reason=f"hold: {explain_infeasible(snapshot)}")
         worth = marginals(snapshot.layout, solution.split, model.cost)
         now, then = model.terms(snapshot.split), model.terms(solution.split)
-        error = model_error(CostModel.from_snapshot(snapshot), snapshot)  # of what was measured, not expected
+        error = model_error(model, snapshot)
         return Decision(
             split=solution.split,
             reason=_explain(now, then, model.move(solution.split).total_s, worth, error),
@@ -99,7 +99,7 @@ def _explain(now: CostTerms, then: CostTerms, move_s: float, worth: Marginals, e
         f"{part.removesuffix('_s').replace('_', ' ')} {getattr(now, part):.3f} -> {getattr(then, part):.3f}"
         for part in parts
     )
-    measured = "" if error is None else f"; the model is off by {error:.0%} at the split in effect"
+    measured = "" if error is None else f"; the model is off by {error:.0%} for what ran"
     return (
         f"predicted {now.total_s:.3f} -> {then.total_s:.3f} s/s ({changes}) after {move_s:.2f} s of refill; "
         f"one MiB more would save {worth.experts_s_per_byte * 2**20:.2e} s/s in experts, "

@@ -267,7 +267,7 @@ class Decision(Value):
     predicted_cost: float | None = Field(default=None, description="Predicted seconds per second at ``split``.")
     current_cost: float | None = Field(default=None, description="The same at the snapshot's split.")
     model_error: float | None = Field(
-        default=None, description="|predicted - measured| / measured engine time at the snapshot's split."
+        default=None, description="|predicted - measured| / measured engine time of the forwards that ran."
     )
     marginals: Marginals | None = None
 

@@ -297,9 +297,14 @@ def test_a_union_is_read_between_batches_and_grows_on_as_it_did(rows: float, exp
     assert union_size(sizes, rows, most=32) == pytest.approx(expected, rel=0.03)
 
 
-def test_the_error_compares_predicted_and_measured_engine_time() -> None:
-    snapshot = make_snapshot()
+def test_the_error_compares_predicted_and_measured_engine_time_of_what_ran() -> None:
+    snapshot = make_snapshot(fit=CostFit(step_s=0.01, token_s=0.002, pass_s=0.1, prompt_token_s=0.001, num_samples=1))
     model = CostModel.from_snapshot(snapshot)
     assert model_error(model, snapshot) is None
-    measured = snapshot.model_copy(update={"busy_s_per_s": 2 * model.cost(snapshot.split)})
+    ran_s = 10 * (0.01 + 2 * 0.002 + 4 * model.copy_s) + (0.1 + 16 * model.copy_s) + 100 * 0.001
+    measured = snapshot.model_copy(update={"busy_s_per_s": 2 * ran_s})
     assert model_error(model, measured) == pytest.approx(0.5)
+    # More is asked for than the engine can do.
+    asked = measured.kv.model_copy(update={"prompt_tokens_per_s": 1e6, "prompt_passes_per_s": 1e4, "turns_per_s": 10})
+    overloaded = measured.model_copy(update={"kv": asked})
+    assert model_error(CostModel.from_snapshot(overloaded), overloaded) == pytest.approx(0.5)

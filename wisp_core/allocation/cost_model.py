@@ -187,10 +187,6 @@ class CostModel:
         kv_s = more_tokens * kv_s / tokens / 2 if tokens > 0 else 0.0
         return MoveTerms(experts_s=more_slots * self.copy_s / 2, kv_s=kv_s)
 
-    def busy_s_per_s(self) -> float:
-        """Predicted cost at the split in effect, to be compared with the measured one."""
-        return self.cost(self.split)
-
     def _prefills(self, split: Split) -> tuple[float, float, float]:
         """Tokens and passes to compute and seconds to fetch, all per second, at ``split``."""
         tokens, passes, fetch_s = self.prompt_tokens_per_s, self.prompt_passes_per_s, 0.0
@@ -270,10 +266,17 @@ def missing_evidence(snapshot: ReplicaSnapshot) -> str | None:
 
 
 def model_error(model: CostModel, snapshot: ReplicaSnapshot) -> float | None:
-    """|predicted - measured| / measured engine time at the split in effect; None where it was not measured."""
+    """|predicted - measured| / measured engine time of the forwards that ran; None where it was not measured.
+
+    Not of what turns ask for: where that is more than the engine can do, it is busy all the time and no more.
+    """
     if snapshot.busy_s_per_s <= 0:
         return None
-    return abs(model.busy_s_per_s() - snapshot.busy_s_per_s) / snapshot.busy_s_per_s
+    cap, fit, steps_per_s = snapshot.split.cap, model.fit, snapshot.decode_steps_per_s
+    decode_s = steps_per_s * (fit.step_s + model.batch * fit.token_s + model.decode_misses_by_cap[cap] * model.copy_s)
+    pass_s = fit.pass_s + model.pass_misses_by_cap[cap] * model.copy_s
+    prefill_s = snapshot.prefill_steps_per_s * pass_s + snapshot.prefill_tokens_per_s * fit.prompt_token_s
+    return abs(decode_s + prefill_s - snapshot.busy_s_per_s) / snapshot.busy_s_per_s
 
 
 def _interpolate(curve: Sequence[float], place: float) -> float:
