@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import itertools
 import logging
 import os
 import re
-import sys
 import time
+from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import httpx
-import ray
 from ray import serve
 
 from services.config import ServiceConfig
@@ -28,7 +25,7 @@ from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.preflight import check_host
-from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray, this_host
+from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray, stop_ray, this_host
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -64,13 +61,12 @@ class Service:
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
         self._code, self._driver_code = code_version(), driver_code()
-        self._listener: Listener | None = None
+        self._stops = ExitStack()
+        """What ends each part that was started, in the order of their starts."""
         self._host: str | None = None
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
-        self._is_published = False
-        self._has_ray = False
 
     @property
     def url(self) -> str:
@@ -97,18 +93,8 @@ class Service:
         self.stop()
 
     def stop(self) -> None:
-        """Stop what runs; safe to call twice."""
-        if self._is_published:
-            remove_service_file(self.config.state_dir)
-        if self._has_ray and ray.is_initialized():
-            with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
-                serve.shutdown()
-                ray.shutdown()
-        if self.valkey is not None:
-            self.valkey.stop()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        """Stop what runs, the rest of it too if one part fails to stop or this is interrupted; safe to call twice."""
+        self._stops.close()
 
     async def broadcast(self, method: str, timeout_s: float = 10.0) -> list[Any]:
         """What every replica answers to ``method``, in no order."""
@@ -166,16 +152,20 @@ class Service:
         )
 
     def _start(self) -> None:
-        self._listener = Listener(self.config.http, self.config.state_dir)
+        listener = Listener(self.config.http, self.config.state_dir)
+        self._stops.callback(listener.close)
         if self.config.redis.url is None:
             self.valkey = EmbeddedValkey(self.config.state_dir, self.secrets.redis_password)
+            self._stops.callback(self.valkey.stop)
             self.valkey.start()
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
-        self._has_ray = True
+        # Before the start, which leaves processes too if it is interrupted.
+        self._stops.callback(stop_ray)
         start_ray(self.config)
         self._host = this_host()
         self._run_all()
+        self._stops.callback(remove_service_file, self.config.state_dir)
         self.publish()
 
     def _run_all(self) -> None:
@@ -247,7 +237,6 @@ class Service:
             },
         }
         write_service_file(self.config.state_dir, facts)
-        self._is_published = True
 
 
 def _run(application: serve.Application, name: str) -> None:
@@ -299,18 +288,3 @@ def _keep_redis_password(config: ServiceConfig, password: str | None) -> Path | 
         return None
     replace_secret(path, password)
     return path
-
-
-class WithoutShutdownNoise(io.TextIOBase):
-    """Standard output less Ray's lines on calls to Serve's controller that failed because it was told to end."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Pass on everything else."""
-        return len(text) if "Task ServeController." in text and " failed" in text else self._stream.write(text)
-
-    def flush(self) -> None:
-        """Flush the stream behind."""
-        self._stream.flush()

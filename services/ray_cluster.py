@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
+from typing import TextIO
 from urllib.parse import urlsplit
 
 import ray
@@ -49,6 +52,17 @@ def start_ray(config: ServiceConfig) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
     refuse_too_many_replicas(config)
     serve.start(proxy_location="Disabled", logging_config=LOGGING)
+
+
+def stop_ray() -> None:
+    """Stop Serve, then end Ray, or leave it where it was joined; also after a start that was interrupted."""
+    try:
+        if ray.is_initialized():
+            with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+                serve.shutdown()
+    finally:
+        with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+            ray.shutdown()
 
 
 def check_cluster(address: str) -> None:
@@ -151,3 +165,18 @@ def ray_cpus(config: ServiceConfig) -> int:
 def needed_cpus(config: ServiceConfig) -> float:
     """CPUs that the parts of a service ask Ray for, ingresses twice: old and new ones overlap in an upgrade."""
     return config.most_replicas * config.replica.num_cpus + 0.2 * config.http.num_ingresses + 0.2
+
+
+class WithoutShutdownNoise(io.TextIOBase):
+    """Standard output less Ray's lines on calls to Serve's controller that failed because it was told to end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Pass on everything else."""
+        return len(text) if "Task ServeController." in text and " failed" in text else self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream behind."""
+        self._stream.flush()

@@ -19,6 +19,7 @@ from wisp_core.errors import ConfigurationError
 BACKLOG = 2048
 """Connections that may wait for an ingress."""
 _TAKE_TIMEOUT_S = 10.0
+_DOOR = "socket"
 
 
 class Listener:
@@ -31,8 +32,8 @@ class Listener:
         self._door = socket.socket(socket.AF_UNIX)
         try:
             door_directory(state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._remove_door()  # Of a service that was killed; state_dir has one at a time.
             with _door_name(state_dir) as name:
-                Path(name).unlink(missing_ok=True)  # Of a service that was killed; state_dir has one at a time.
                 self._door.bind(name)
         except OSError as error:
             self._door.close()
@@ -53,10 +54,15 @@ class Listener:
 
     def close(self) -> None:
         """Hand out no more; the port is free once no ingress has it."""
+        self._remove_door()
         self._door.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._door.close()
         self._socket.close()
+
+    def _remove_door(self) -> None:
+        with contextlib.suppress(OSError):
+            (door_directory(self.state_dir) / _DOOR).unlink()
 
 
 def take_listener(state_dir: Path) -> socket.socket:
@@ -81,7 +87,7 @@ def _door_name(state_dir: Path) -> Iterator[str]:
     """A name of the door that is short: a socket's may have 107 bytes, whatever the directory's is."""
     descriptor = os.open(door_directory(state_dir), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}/socket"
+        yield f"/proc/self/fd/{descriptor}/{_DOOR}"
     finally:
         os.close(descriptor)
 

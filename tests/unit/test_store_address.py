@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from services.app import Service, WithoutShutdownNoise
+from services.app import Service
 from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.policy.deployment import build_policy_service
-from services.ray_cluster import ray_cpus
+from services.ray_cluster import WithoutShutdownNoise, ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
 from wisp_core.errors import ConfigurationError, StoreUnavailableError

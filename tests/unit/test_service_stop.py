@@ -1,0 +1,106 @@
+"""A start that is interrupted, at whatever moment and however impatiently, leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services import app
+from services.app import Service
+from services.config import HttpSettings, ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.ingress.listener import door_directory
+from services.service_file import read_service_file
+from wisp_core.errors import ConfigurationError
+
+
+class Calls(list[str]):
+    """Stands for Ray and Serve: notes what is asked of them, and is interrupted at some of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *interrupted: str) -> None:
+        self._interrupted = interrupted
+        monkeypatch.setattr(app, "start_ray", lambda _: self.note("start Ray"))
+        monkeypatch.setattr(app, "this_host", lambda: "node:here")
+        monkeypatch.setattr(Service, "_run_all", lambda _: self.note("deploy"))
+        monkeypatch.setattr("ray.is_initialized", lambda: "deploy" in self)
+        monkeypatch.setattr("ray.serve.shutdown", lambda: self.note("stop Serve"))
+        monkeypatch.setattr("ray.shutdown", lambda: self.note("stop Ray"))
+
+    def note(self, name: str) -> None:
+        self.append(name)
+        if name in self._interrupted:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServiceConfig:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ServiceConfig(
+        state_dir=tmp_path,
+        http=HttpSettings(port=port),
+        model=ModelSettings(path="models/tiny"),
+        replica=ReplicaSettings(vram_budget_bytes=1 << 20),
+        tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
+    )
+
+
+def assert_nothing_is_left(service: Service) -> None:
+    port, state_dir = service.config.http.port, service.config.state_dir
+    assert not [one for one in psutil.Process().children(recursive=True) if "valkey" in " ".join(one.cmdline())]
+    assert not (state_dir / "valkey" / "valkey.pid").exists()
+    assert list(door_directory(state_dir).iterdir()) == []
+    socket.create_server(("127.0.0.1", port)).close()
+    with pytest.raises(ConfigurationError, match="no service runs"):
+        read_service_file(state_dir)
+
+
+@pytest.mark.parametrize(
+    ("at", "calls"),
+    [
+        ("start Ray", ["start Ray", "stop Ray"]),
+        ("deploy", ["start Ray", "deploy", "stop Serve", "stop Ray"]),
+    ],
+)
+@pytest.mark.parametrize("again_at", ["", "stop Serve", "stop Ray"])
+def test_an_interrupted_start_stops_what_has_been_started(
+    config: ServiceConfig, monkeypatch: pytest.MonkeyPatch, at: str, again_at: str, calls: list[str]
+) -> None:
+    noted = Calls(monkeypatch, at, again_at)
+    service = Service(config)
+    with pytest.raises(KeyboardInterrupt), service:
+        raise AssertionError("it has started")
+    assert noted == calls
+    assert_nothing_is_left(service)
+
+
+def test_a_start_that_is_interrupted_before_ray_leaves_ray_alone(
+    config: ServiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(_: object) -> None:
+        noted.note("ask the store")
+
+    noted = Calls(monkeypatch, "ask the store")
+    monkeypatch.setattr(app.StoreAddress, "check", check)
+    service = Service(config)
+    with pytest.raises(KeyboardInterrupt), service:
+        raise AssertionError("it has started")
+    assert noted == ["ask the store"]
+    assert_nothing_is_left(service)
+
+
+def test_a_service_stops_in_the_order_of_its_start_reversed(
+    config: ServiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Calls(monkeypatch)
+    with Service(config) as service:
+        assert read_service_file(config.state_dir)["url"] == service.url
+        service.publish(upgrade={"id": "x", "error": None})
+    assert noted == ["start Ray", "deploy", "stop Serve", "stop Ray"]
+    assert_nothing_is_left(service)
+    service.stop()
+    assert noted[-1:] == ["stop Ray"], "once"
+    assert len(noted) == 4
