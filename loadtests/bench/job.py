@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+import random
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+_FIRST_TOKEN_ID = 3  # those before mean something to a tokenizer
 
 
 class _Job(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class EngineJob(_Job):
-    """One engine."""
-
-    mode: str = Field(description="Name of the way that experts are kept.")
-    model: str = Field(description="Directory with config.json.")
-    device: str = Field(description="cpu or cuda.")
-    engine_args: dict[str, object] = Field(description="vLLM's arguments by their Python names.")
-    has_made_up_weights: bool = Field(description="Draw weights instead of reading a checkpoint.")
-    env: dict[str, str] = Field(default={}, description="Environment of this process on top of the usual one.")
-    timeout_s: float = Field(description="After this the process is killed; the rows so far count.")
-    must_offload: bool = Field(default=False, description="An engine that keeps all its weights on the device fails.")
 
 
 class TraceJob(_Job):
@@ -33,28 +25,46 @@ class TraceJob(_Job):
     seed: int
 
 
+class EngineJob(_Job):
+    """One engine, and what its prompts and its routing are made of."""
+
+    mode: str = Field(description="Name of the way that experts are kept.")
+    model: str = Field(description="Directory with config.json.")
+    vocab_size: int
+    device: str = Field(description="cpu or cuda.")
+    engine_args: dict[str, object] = Field(description="vLLM's arguments by their Python names.")
+    wisp: dict[str, object] | None = Field(default=None, description="Settings of an engine that WiSP sizes.")
+    has_made_up_weights: bool = Field(description="Draw weights instead of reading a checkpoint.")
+    env: dict[str, str] = Field(default={}, description="Environment of this process on top of the usual one.")
+    timeout_s: float = Field(description="After this the process is killed; the rows so far count.")
+    must_offload: bool = Field(default=False, description="An engine that keeps all its weights on the device fails.")
+    trace: TraceJob | None = Field(default=None, description="None: the model's own router decides.")
+    seed: int = Field(default=1, description="Of prompts.")
+
+    def prompt(self, session: int, num_tokens: int) -> list[int]:
+        """Token ids of a session's prompt."""
+        rng = random.Random(f"{self.seed}:{session}:{num_tokens}")
+        return [rng.randrange(_FIRST_TOKEN_ID, self.vocab_size) for _ in range(num_tokens)]
+
+
 class DecodeJob(_Job):
     """Time decode steps."""
 
-    kind: str = "decode"
+    kind: Literal["decode"] = "decode"
     engine: EngineJob
-    trace: TraceJob | None = Field(description="None: the model's own router decides.")
     caps: tuple[int, ...] = Field(description="Caps to run in turn, ascending; one without a pager.")
     batches: tuple[int, ...]
     prompt_tokens: int
     warmup_tokens: int = Field(description="Tokens of each answer that are not timed.")
     timed_tokens: int
     compared_tokens: int = Field(description="First tokens of each answer that the hash covers: the same in all modes.")
-    vocab_size: int
-    seed: int
 
 
 class PrefillJob(_Job):
     """Time prompts until their first token."""
 
-    kind: str = "prefill"
+    kind: Literal["prefill"] = "prefill"
     engine: EngineJob
-    trace: TraceJob | None
     cap: int = Field(description="Reported, and set when the engine has a pager.")
     batches: tuple[int, ...] = Field(description="Prompts at once.")
     prompt_tokens: tuple[int, ...]
@@ -63,16 +73,13 @@ class PrefillJob(_Job):
     repeats: int = Field(description="Runs of each kind that are timed, after one that is not.")
     enough_s: float = Field(description="No further run once they took so long; a single one is timed, though.")
     first_session: int = Field(default=0, description="Session of the trace that the first prompt follows.")
-    vocab_size: int
-    seed: int
 
 
 class LatencyJob(_Job):
     """Both of one engine."""
 
-    kind: str = "latency"
+    kind: Literal["latency"] = "latency"
     engine: EngineJob
-    trace: TraceJob | None
     decode: DecodeJob
     prefill: PrefillJob | None
 
@@ -80,25 +87,20 @@ class LatencyJob(_Job):
 class ResizeJob(_Job):
     """Move memory between experts and KV while requests decode."""
 
-    kind: str = "resize"
+    kind: Literal["resize"] = "resize"
     engine: EngineJob
-    wisp: dict[str, object] = Field(description="Settings of the paged engine.")
     step_bytes: int = Field(description="Bytes to move at a time, at least.")
     resizes: int = Field(description="Between requests, to and fro.")
     resizes_under_traffic: int = Field(description="To any split, while requests run.")
     batch: int
     prompt_tokens: int
-    vocab_size: int
-    seed: int
 
 
 class BudgetJob(_Job):
     """Plan, load, decode, prefill and resize beside a process that leaves no more than the budget."""
 
-    kind: str = "budget"
+    kind: Literal["budget"] = "budget"
     engine: EngineJob = Field(description="Without tokens of a pass: the engine chooses them.")
-    wisp: dict[str, object] = Field(description="Settings of the paged engine, with its budget.")
-    trace: TraceJob | None = Field(description="None: the model's own router decides.")
     decode: DecodeJob = Field(description="Its caps are the plan's.")
     prefill: PrefillJob = Field(description="Its cap and tokens of a pass are the plan's.")
     resizes: int
@@ -107,37 +109,29 @@ class BudgetJob(_Job):
 class IdentityJob(_Job):
     """Answers of many prompts, tokens and log-probabilities, at each cap or split."""
 
-    kind: str = "identity"
-    engine: EngineJob
+    kind: Literal["identity"] = "identity"
+    engine: EngineJob = Field(description="With settings of WiSP it is resized to the caps.")
     caps: tuple[int, ...] = Field(description="One that is not paged has one.")
-    wisp: dict[str, object] | None = Field(description="Settings of an engine that is resized to the caps by WiSP.")
     batches: tuple[tuple[int, ...], ...] = Field(description="Prompt lengths of the requests that run together.")
     answer_tokens: int
-    vocab_size: int
-    seed: int
 
 
 class ReturnJob(_Job):
     """Time second turns of sessions whose prefix is on the device, in host memory, or gone."""
 
-    kind: str = "return"
+    kind: Literal["return"] = "return"
     engine: EngineJob
-    wisp: dict[str, object] = Field(description="Settings of the paged engine, with a budget and host memory for KV.")
     prompt_tokens: int = Field(description="Of a first turn.")
     answer_tokens: int
     new_tokens: tuple[int, ...] = Field(description="That a second turn adds to the first one and its answer.")
     repeats: int = Field(description="Sessions that are timed, after one that is not.")
-    vocab_size: int
-    seed: int
 
 
 class OnlineJob(_Job):
     """Play turns in a closed loop at each static split, or while a policy divides the budget."""
 
-    kind: str = "online"
-    engine: EngineJob
-    wisp: dict[str, object] = Field(description="Settings of the paged engine, with its budget.")
-    trace: TraceJob | None = Field(description="Routing, a session of it for each topic. None: the model's own router.")
+    kind: Literal["online"] = "online"
+    engine: EngineJob = Field(description="Its trace has a session for each topic.")
     workflow: str
     num_turns: int
     seed: int
@@ -148,18 +142,10 @@ class OnlineJob(_Job):
     policy: str
     epoch_s: float = Field(description="Seconds between two decisions.")
     deadline_s: float = Field(description="A way is cut after so many seconds.")
-    vocab_size: int
+    static_limit: float = Field(description="A static split after the policy is cut at so many times the policy's.")
 
 
 Job = DecodeJob | PrefillJob | LatencyJob | ResizeJob | BudgetJob | IdentityJob | OnlineJob | ReturnJob
 
-JOBS: dict[str, type[Job]] = {
-    "decode": DecodeJob,
-    "prefill": PrefillJob,
-    "latency": LatencyJob,
-    "resize": ResizeJob,
-    "budget": BudgetJob,
-    "identity": IdentityJob,
-    "online": OnlineJob,
-    "return": ReturnJob,
-}
+JOB: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
+"""Reads any of them."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from loadtests.bench.configs import (
     BudgetConfig,
@@ -36,8 +36,8 @@ from loadtests.bench.online.in_process import InProcessConfig
 from loadtests.shapes import SHAPES, Shape, read_shape, write_shape
 
 NamedJob = tuple[str, Job]
+AnyJob = TypeVar("AnyJob", bound=Job)
 
-_SEED = 1
 _SHARE_ASKED_FOR = 0.3  # of the card, which vLLM wants to find free at the start; nothing is sized by it here
 _MAX_TRACE_POSITIONS = 1024  # a longer session's routing starts over: a long prompt needs nearly every expert anyway
 
@@ -91,7 +91,7 @@ def latency_jobs(decode: DecodeConfig, prefill: PrefillConfig, model: Model) -> 
         has_prompts = mode in waiting and _mode_cap(prefill, model.shape, mode) in job.caps
         measured = _prefill_job(prefill, model, mode, trace) if has_prompts else None
         waiting -= {mode} if has_prompts else set()
-        jobs.append((name, LatencyJob(engine=job.engine, trace=trace, decode=job, prefill=measured)))
+        jobs.append((name, LatencyJob(engine=job.engine, decode=job, prefill=measured)))
     return jobs
 
 
@@ -114,200 +114,108 @@ def _decode_jobs(
     caps = tuple(sorted({_cap(shape, fraction) for fraction in config.fractions}))
     wanted = [(Mode.RESIDENT, (shape.experts,)), *([(Mode.PAGED, caps)] if caps else [])]
     wanted += [(mode, (_cap(shape, fraction),)) for mode, fraction in config.baselines]
-    compared_tokens = min(
-        config.warmup_tokens + config.timed_tokens, config.baseline_warmup_tokens + config.baseline_timed_tokens
-    )
+    own_tokens = (config.warmup_tokens, config.timed_tokens)
+    baseline_tokens = (config.baseline_warmup_tokens, config.baseline_timed_tokens)
+    engine = _with_graphs(config.engine, config.batches)
     for mode, mode_caps in wanted:
-        is_baseline = mode in BASELINES
-        job = DecodeJob(
-            engine=_engine_job(_with_graphs(config.engine, config.batches), model, mode, mode_caps[0], limits),
-            trace=trace,
-            caps=mode_caps,
-            batches=config.batches,
-            prompt_tokens=config.prompt_tokens,
-            warmup_tokens=config.baseline_warmup_tokens if is_baseline else config.warmup_tokens,
-            timed_tokens=config.baseline_timed_tokens if is_baseline else config.timed_tokens,
-            compared_tokens=compared_tokens,
-            vocab_size=shape.vocab_size,
-            seed=_SEED,
-        )
+        warmup_tokens, timed_tokens = baseline_tokens if mode in BASELINES else own_tokens
+        own = {
+            "caps": mode_caps,
+            "warmup_tokens": warmup_tokens,
+            "timed_tokens": timed_tokens,
+            "compared_tokens": min(sum(own_tokens), sum(baseline_tokens)),
+        }
+        job = _job(DecodeJob, config, _engine_at_cap(engine, model, mode, mode_caps[0], limits, trace), **own)
         yield f"{mode.value}-{mode_caps[0]}", job
 
 
 def _prefill_job(config: PrefillConfig, model: Model, mode: Mode, trace: TraceJob | None) -> PrefillJob:
     cap = _mode_cap(config, model.shape, mode)
-    is_baseline = mode in BASELINES
     limits = {"max_model_len": _prefill_positions(config), "max_num_batched_tokens": max(config.chunk_tokens)}
-    return PrefillJob(
-        engine=_engine_job(config.engine, model, mode, cap, limits),
-        trace=trace,
-        cap=cap,
-        batches=config.batches,
-        prompt_tokens=config.prompt_tokens,
-        chunk_tokens=config.chunk_tokens,
-        max_total_tokens=(
-            config.baseline_max_total_tokens if is_baseline else max(config.batches) * max(config.prompt_tokens)
-        ),
-        repeats=config.repeats,
-        enough_s=config.baseline_enough_s if is_baseline else config.enough_s,
-        vocab_size=model.shape.vocab_size,
-        seed=_SEED,
-    )
+    own: dict[str, Any] = {"cap": cap, "max_total_tokens": max(config.batches) * max(config.prompt_tokens)}
+    if mode in BASELINES:
+        own |= {"max_total_tokens": config.baseline_max_total_tokens, "enough_s": config.baseline_enough_s}
+    return _job(PrefillJob, config, _engine_at_cap(config.engine, model, mode, cap, limits, trace), **own)
 
 
 def resize_jobs(config: ResizeConfig, model: Model) -> list[NamedJob]:
     """One engine that WiSP sizes."""
-    engine_args = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
-    job = ResizeJob(
-        engine=_sized_engine_job(config.engine, model, engine_args),
-        wisp={"vram_budget_bytes": config.budget_bytes, "bypass_if_it_fits": False, **config.engine.wisp},
-        step_bytes=config.step_bytes,
-        resizes=config.resizes,
-        resizes_under_traffic=config.resizes_under_traffic,
-        batch=config.batch,
-        prompt_tokens=config.prompt_tokens,
-        vocab_size=model.shape.vocab_size,
-        seed=_SEED,
-    )
-    return [("paged-resize", job)]
+    arguments = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
+    return [
+        ("paged-resize", _job(ResizeJob, config, _sized_engine(config.engine, model, arguments, config.budget_bytes)))
+    ]
 
 
 def return_jobs(config: ReturnConfig, model: Model) -> list[NamedJob]:
     """One engine with KV in host memory."""
-    engine_args = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
-    job = ReturnJob(
-        engine=_sized_engine_job(config.engine, model, engine_args),
-        wisp={
-            "vram_budget_bytes": config.budget_bytes,
-            "bypass_if_it_fits": False,
-            "kv_host_bytes": config.kv_host_bytes,
-            **config.engine.wisp,
-        },
-        prompt_tokens=config.prompt_tokens,
-        answer_tokens=config.answer_tokens,
-        new_tokens=config.new_tokens,
-        repeats=config.repeats,
-        vocab_size=model.shape.vocab_size,
-        seed=_SEED,
-    )
-    return [("paged-return", job)]
+    arguments = {"max_model_len": config.max_model_len, "enable_prefix_caching": True}
+    wisp = {"kv_host_bytes": config.kv_host_bytes}
+    engine = _sized_engine(config.engine, model, arguments, config.budget_bytes, wisp)
+    return [("paged-return", _job(ReturnJob, config, engine))]
 
 
 def budget_jobs(config: BudgetConfig, model: Model) -> list[NamedJob]:
     """One engine that WiSP plans and sizes in each budget."""
-    positions = max(config.prompt_tokens) + 2
-    trace = _trace(config.engine, model.shape, max(config.batches), positions)
-    with_graphs = _with_graphs(config.engine, config.batches)
-    args = {"max_model_len": config.max_model_len, "max_num_seqs": max(config.batches), "enable_prefix_caching": False}
-    engine = _sized_engine_job(with_graphs, model, args)
-    decode = DecodeJob(
-        engine=engine,
-        trace=trace,
-        caps=(),
-        batches=config.batches,
-        prompt_tokens=config.decode_prompt_tokens,
-        warmup_tokens=config.warmup_tokens,
-        timed_tokens=config.timed_tokens,
-        compared_tokens=config.warmup_tokens + config.timed_tokens,
-        vocab_size=model.shape.vocab_size,
-        seed=_SEED,
-    )
-    prefill = PrefillJob(
-        engine=engine,
-        trace=trace,
-        cap=0,
-        batches=(1,),
-        prompt_tokens=config.prompt_tokens,
-        chunk_tokens=(),
-        max_total_tokens=max(config.prompt_tokens),
-        repeats=config.repeats,
-        enough_s=config.enough_s,
-        # Of those that decode in the largest batch only, which comes first: the last ones' experts are in the slots.
-        first_session=max(config.batches) - 1,
-        vocab_size=model.shape.vocab_size,
-        seed=_SEED,
-    )
+    trace = _trace(config.engine, model.shape, max(config.batches), max(config.prompt_tokens) + 2)
+    arguments = {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": max(config.batches),
+        "enable_prefix_caching": False,
+    }
     jobs: list[NamedJob] = []
     for budget_bytes in config.budgets_bytes:
-        job = BudgetJob(
-            engine=engine,
-            wisp={"vram_budget_bytes": budget_bytes, "bypass_if_it_fits": False, **config.engine.wisp},
-            trace=trace,
-            decode=decode,
-            prefill=prefill,
-            resizes=config.resizes,
+        graphs = _with_graphs(config.engine, config.batches)
+        engine = _sized_engine(graphs, model, arguments, budget_bytes, trace=trace)
+        num_tokens = config.warmup_tokens + config.timed_tokens
+        decode = _job(
+            DecodeJob, config, engine, caps=(), prompt_tokens=config.decode_prompt_tokens, compared_tokens=num_tokens
         )
+        prefill = _job(
+            PrefillJob,
+            config,
+            engine,
+            cap=0,
+            batches=(1,),
+            chunk_tokens=(),
+            max_total_tokens=max(config.prompt_tokens),
+            # Decoded in the largest batch only, which comes first: the slots hold the last ones' experts.
+            first_session=max(config.batches) - 1,
+        )
+        job = _job(BudgetJob, config, engine, decode=decode, prefill=prefill)
         jobs.append((f"paged-in-{budget_bytes / 1e9:g}-gb", job))
     return jobs
 
 
 def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
     """Resident and paged, with CUDA graphs and without; and one that WiSP resizes."""
-    shape = model.shape
     longest = max(config.prompt_tokens)
     limits = {"max_model_len": longest + config.answer_tokens, "max_num_batched_tokens": longest}
     batches = _prompt_lengths(config)
     with_graphs = _with_graphs(config.engine, config.batches)
-    without = replace(config.engine, engine_args={**_without_graphs(config.engine.engine_args), "enforce_eager": True})
-
-    def job(engine: EngineJob, caps: tuple[int, ...], wisp: dict[str, object] | None = None) -> IdentityJob:
-        return IdentityJob(
-            engine=engine,
-            caps=caps,
-            wisp=wisp,
-            batches=batches,
-            answer_tokens=config.answer_tokens,
-            vocab_size=shape.vocab_size,
-            seed=_SEED,
-        )
-
+    eager = {name: value for name, value in config.engine.engine_args.items() if name != "compilation_config"}
+    without = replace(config.engine, engine_args=eager | {"enforce_eager": True})
     jobs: list[NamedJob] = []
     for kind, engine in (("graphs", with_graphs), ("eager", without)):
-        for mode, caps in ((Mode.RESIDENT, (shape.experts,)), (Mode.PAGED, config.caps)):
-            jobs.append((f"{mode.value}-{kind}", job(_engine_job(engine, model, mode, caps[0], limits), caps)))
-    sized = _sized_engine_job(with_graphs, model, {**limits, "enable_prefix_caching": False})
-    wisp: dict[str, object] = {
-        "vram_budget_bytes": config.budget_bytes,
-        "bypass_if_it_fits": False,
-        **config.engine.wisp,
-    }
-    return [*jobs, ("paged-resized", job(sized, config.splits, wisp))]
+        for mode, caps in ((Mode.RESIDENT, (model.shape.experts,)), (Mode.PAGED, config.caps)):
+            at_cap = _engine_at_cap(engine, model, mode, caps[0], limits)
+            jobs.append((f"{mode.value}-{kind}", _job(IdentityJob, config, at_cap, caps=caps, batches=batches)))
+    sized = _sized_engine(with_graphs, model, {**limits, "enable_prefix_caching": False}, config.budget_bytes)
+    return [*jobs, ("paged-resized", _job(IdentityJob, config, sized, caps=config.splits, batches=batches))]
 
 
 def online_jobs(config: InProcessConfig, model: Model) -> list[NamedJob]:
     """One engine that WiSP sizes, which plays the same turns in every way; the policy first, from a fresh engine."""
-    arguments = config.engine.engine_args
     ways = (*([None] if config.policy != "none" else []), *config.caps)
-    timeout_s = config.engine.timeout_s + len(ways) * config.deadline_s
-    engine = replace(config.engine, timeout_s=timeout_s)
-    engine = _with_graphs(engine, tuple(range(1, arguments["max_num_seqs"] + 1)))
-    job = OnlineJob(
-        engine=_sized_engine_job(engine, model, {}),
-        wisp={
-            "vram_budget_bytes": config.vram_budget_bytes,
-            "bypass_if_it_fits": False,
-            "window_s": config.window_s,
-            **config.engine.wisp,
-        },
-        trace=_trace(config.engine, model.shape, config.num_topics, config.max_context_tokens),
-        workflow=config.workflow,
-        num_turns=config.num_turns,
-        seed=config.seed,
-        max_context_tokens=config.max_context_tokens,
-        time_scale=config.time_scale,
-        num_topics=config.num_topics,
-        ways=ways,
-        policy=config.policy,
-        epoch_s=config.epoch_s,
-        deadline_s=config.deadline_s,
-        vocab_size=model.shape.vocab_size,
-    )
-    return [("online", job)]
+    engine = replace(config.engine, timeout_s=config.engine.timeout_s + len(ways) * config.deadline_s)
+    engine = _with_graphs(engine, tuple(range(1, config.engine.engine_args["max_num_seqs"] + 1)))
+    trace = _trace(config.engine, model.shape, config.num_topics, config.max_context_tokens)
+    sized = _sized_engine(engine, model, {}, config.vram_budget_bytes, {"window_s": config.window_s}, trace)
+    return [("online", _job(OnlineJob, config, sized, ways=ways))]
 
 
 def _prompt_lengths(config: IdentityConfig) -> tuple[tuple[int, ...], ...]:
     """Each length alone, then mixed ones at each batch size, with the longest in one of each."""
-    rng = random.Random(_SEED)
+    rng = random.Random(1)
     *shorter, longest = sorted(config.prompt_tokens)
     alone = tuple((length,) for length in config.prompt_tokens)
     return alone + tuple(
@@ -317,24 +225,28 @@ def _prompt_lengths(config: IdentityConfig) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _sized_engine_job(config: EngineConfig, model: Model, engine_args: dict[str, Any]) -> EngineJob:
+def _job(kind: type[AnyJob], config: Any, engine: EngineJob, **own: Any) -> AnyJob:
+    """A job whose fields are the configuration's of the same names, but for its ``own``."""
+    names = kind.model_fields.keys() & {one.name for one in fields(config)}
+    return kind(**({name: getattr(config, name) for name in names} | {"engine": engine} | own))
+
+
+def _sized_engine(
+    config: EngineConfig,
+    model: Model,
+    engine_args: dict[str, Any],
+    budget_bytes: int,
+    wisp: dict[str, Any] | None = None,
+    trace: TraceJob | None = None,
+) -> EngineJob:
     """An engine whose memory WiSP sizes."""
-    return EngineJob(
-        mode=Mode.PAGED.value,
-        model=str(model.directory),
-        device=config.device,
-        engine_args=config.engine_args | engine_args,
-        has_made_up_weights=model.has_made_up_weights,
-        env=config.env,
-        timeout_s=config.timeout_s,
-    )
+    settings = {"vram_budget_bytes": budget_bytes, "bypass_if_it_fits": False, **(wisp or {}), **config.wisp}
+    return _engine(config, model, Mode.PAGED, config.engine_args | engine_args, wisp=settings, trace=trace)
 
 
-def _without_graphs(engine_args: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in engine_args.items() if name != "compilation_config"}
-
-
-def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits: dict[str, Any]) -> EngineJob:
+def _engine_at_cap(
+    config: EngineConfig, model: Model, mode: Mode, cap: int, limits: dict[str, Any], trace: TraceJob | None = None
+) -> EngineJob:
     own = mode_arguments(mode, model.shape, cap)
     engine_args = {**config.engine_args, **limits, **own.engine_args}
     # Equal KV on every side, no answers from a cache, and nobody profiles or takes a share of the device.
@@ -343,16 +255,20 @@ def _engine_job(config: EngineConfig, model: Model, mode: Mode, cap: int, limits
         engine_args["gpu_memory_utilization"] = _SHARE_ASKED_FOR
     if mode is Mode.PAGED:
         engine_args["additional_config"] = {"wisp": {**engine_args["additional_config"]["wisp"], **config.wisp}}
-    return EngineJob(
-        mode=mode.value,
-        model=str(model.directory),
-        device=config.device,
-        engine_args=engine_args,
-        has_made_up_weights=model.has_made_up_weights,
-        env=config.env | own.env,
-        timeout_s=config.timeout_s,
-        must_offload=mode in BASELINES,
-    )
+    env = config.env | own.env
+    return _engine(config, model, mode, engine_args, env=env, trace=trace, must_offload=mode in BASELINES)
+
+
+def _engine(config: EngineConfig, model: Model, mode: Mode, engine_args: dict[str, Any], **own: Any) -> EngineJob:
+    common = {
+        "model": str(model.directory),
+        "vocab_size": model.shape.vocab_size,
+        "device": config.device,
+        "has_made_up_weights": model.has_made_up_weights,
+        "env": config.env,
+        "timeout_s": config.timeout_s,
+    }
+    return EngineJob(mode=mode.value, engine_args=engine_args, **(common | own))
 
 
 def _with_graphs(config: EngineConfig, batches: tuple[int, ...]) -> EngineConfig:

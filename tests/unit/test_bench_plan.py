@@ -1,13 +1,12 @@
 """What each mode asks of vLLM, and which engines a run needs."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
 from loadtests.bench import configs
-from loadtests.bench.job import BudgetJob, DecodeJob, IdentityJob, LatencyJob, OnlineJob, PrefillJob, ResizeJob
+from loadtests.bench.job import JOB, BudgetJob, DecodeJob, IdentityJob, LatencyJob, OnlineJob, PrefillJob, ResizeJob
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.plan import (
@@ -88,7 +87,7 @@ def test_a_decode_run_is_resident_then_paged_then_baselines(tmp_path: Path) -> N
     own |= {"offload_group_size", "offload_num_in_group", "offload_prefetch_step"}
     common = [{k: v for k, v in job.engine.engine_args.items() if k not in own} for job in decode]
     assert all(arguments == common[0] for arguments in common)
-    assert len({job.trace for job in decode}) == 1
+    assert len({job.engine.trace for job in decode}) == 1
     assert [job.engine.must_offload for job in decode] == [False, False] + [True] * len(config.baselines)
 
 
@@ -111,7 +110,7 @@ def test_a_latency_run_times_prompts_once_for_each_mode_in_the_decode_run_s_engi
         assert job.engine.engine_args["max_num_batched_tokens"] == 8192
         assert job.engine.engine_args["kv_cache_memory_bytes"] == prefill.engine.kv_bytes
         assert job.prefill is None or job.engine.mode == "resident" or job.prefill.cap in job.decode.caps
-    assert len({job.trace for job in latency}) == 1
+    assert len({job.engine.trace for job in latency}) == 1
 
 
 def test_an_identity_run_asks_the_same_of_every_engine(tmp_path: Path) -> None:
@@ -134,20 +133,20 @@ def test_an_identity_run_asks_the_same_of_every_engine(tmp_path: Path) -> None:
 
 def test_a_budget_run_has_an_engine_for_each_budget(tmp_path: Path) -> None:
     jobs = budget_jobs(configs.budget_h200(), find_model("qwen3-30b-a3b", tmp_path))
-    budgets = [job.wisp["vram_budget_bytes"] for _, job in jobs if isinstance(job, BudgetJob)]
+    budgets = [job.engine.wisp["vram_budget_bytes"] for _, job in jobs if isinstance(job, BudgetJob)]
     assert sorted(budgets) == [12 * 10**9, 16 * 10**9, 24 * 10**9, 48 * 10**9]
     assert len({name for name, _ in jobs}) == 4
     for _, job in jobs:
         assert isinstance(job, BudgetJob)
         assert "max_num_batched_tokens" not in job.engine.engine_args, "the product chooses the tokens of a pass"
         assert job.engine.engine_args["max_model_len"] > max(job.prefill.prompt_tokens)
-        assert job.trace is not None
+        assert job.engine.trace is not None
 
 
 def test_a_resize_run_leaves_the_memory_to_wisp(tmp_path: Path) -> None:
     ((_, job),) = resize_jobs(configs.resize_cpu(), find_model("tiny", tmp_path))
     assert isinstance(job, ResizeJob)
-    assert job.wisp == {"vram_budget_bytes": 128 << 20, "bypass_if_it_fits": False}
+    assert job.engine.wisp == {"vram_budget_bytes": 128 << 20, "bypass_if_it_fits": False}
     assert "kv_cache_memory_bytes" not in job.engine.engine_args
 
 
@@ -156,30 +155,30 @@ def test_an_online_run_asks_the_policy_first_and_replays_every_context_of_the_30
     ((_, job),) = online_jobs(config, find_model("qwen3-30b-a3b", tmp_path))
     assert isinstance(job, OnlineJob)
     assert job.ways == (None, *config.caps)
-    assert job.wisp["vram_budget_bytes"] == 24 * 10**9
+    assert job.engine.wisp["vram_budget_bytes"] == 24 * 10**9
     assert job.engine.timeout_s > 5 * config.deadline_s
-    assert job.trace is not None
-    assert (job.trace.layers, job.trace.sessions) == (48, config.num_topics)
+    assert job.engine.trace is not None
+    assert (job.engine.trace.layers, job.engine.trace.sessions) == (48, config.num_topics)
     sizes = job.engine.engine_args["compilation_config"]["cudagraph_capture_sizes"]  # type: ignore[index]
     assert sizes == list(range(1, 9)), "a padded row would replay what belongs to no request"
     none = dataclasses.replace(in_process_cpu(), policy="none")
     ((_, job),) = online_jobs(none, find_model("tiny", tmp_path))
     assert isinstance(job, OnlineJob)
-    assert (job.ways, job.trace) == (none.caps, None)
-    assert OnlineJob.model_validate(json.loads(job.model_dump_json())) == job
+    assert (job.ways, job.engine.trace) == (none.caps, None)
+    assert JOB.validate_json(job.model_dump_json()) == job
 
 
 def test_real_routing_has_no_trace(tmp_path: Path) -> None:
     config = configs.decode_cpu()
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, routing="real"))
     jobs = [job for _, job in decode_jobs(config, find_model("tiny", tmp_path)) if isinstance(job, DecodeJob)]
-    assert {job.trace for job in jobs} == {None}
+    assert {job.engine.trace for job in jobs} == {None}
 
 
 def test_jobs_survive_json(tmp_path: Path) -> None:
     (_, job), *_ = decode_jobs(configs.decode_cpu(), find_model("tiny", tmp_path))
     assert isinstance(job, DecodeJob)
-    assert DecodeJob.model_validate(json.loads(job.model_dump_json())) == job
+    assert JOB.validate_json(job.model_dump_json()) == job
 
 
 def test_a_shape_is_read_back_as_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.bench.configs import return_cpu, return_h200
-from loadtests.bench.job import JOBS, ReturnJob
+from loadtests.bench.job import JOB, ReturnJob
 from loadtests.bench.plan import find_model, return_jobs
 from loadtests.bench.summary import return_summary
 
@@ -15,8 +15,9 @@ def test_one_engine_with_room_for_the_sessions_in_host_memory(tmp_path: Path) ->
     for config in (return_h200(), return_cpu()):
         ((_, job),) = return_jobs(config, find_model(config.engine.model, tmp_path))
         assert isinstance(job, ReturnJob)
-        assert job.wisp["kv_host_bytes"] == config.kv_host_bytes > 0
-        assert JOBS[job.kind].model_validate_json(job.model_dump_json()) == job
+        assert job.engine.wisp is not None
+        assert job.engine.wisp["kv_host_bytes"] == config.kv_host_bytes > 0
+        assert JOB.validate_json(job.model_dump_json()) == job
         longest = job.prompt_tokens + 2 * job.answer_tokens + max(job.new_tokens)
         assert longest <= config.max_model_len
 

@@ -27,7 +27,7 @@ from loadtests.bench.child.online import run_online
 from loadtests.bench.child.prefill import run_prefill
 from loadtests.bench.child.resize import run_resize
 from loadtests.bench.child.session_return import run_return
-from loadtests.bench.job import JOBS, BudgetJob, DecodeJob, LatencyJob, OnlineJob, PrefillJob
+from loadtests.bench.job import JOB
 
 _RUN: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
     "decode": run_decode,
@@ -46,10 +46,8 @@ def main(answers: TextIO) -> None:
     _say(answers, ready=True)
     for line in sys.stdin:
         request = json.loads(line)
-        text = json.loads(Path(request["job"]).read_text())
-        job = JOBS[text["kind"]].model_validate(text)
-        if isinstance(job, DecodeJob | PrefillJob | LatencyJob | BudgetJob | OnlineJob):
-            build_replay(job.trace)  # here, so that the processes share it
+        job = JOB.validate_json(Path(request["job"]).read_bytes())
+        build_replay(job.engine.trace)  # here, so that the processes share it
         # A process forked from one that uses CUDA cannot use it.
         assert not torch.cuda.is_initialized()
         pid = os.fork()

@@ -12,7 +12,7 @@ from loadtests.bench.child.engine import build_replay, offloaded_bytes, open_eng
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.child.replay import Replay
-from loadtests.bench.job import EngineJob, TraceJob
+from loadtests.bench.job import EngineJob
 from wisp_core.pager.registry import current_pager
 
 Row = dict[str, Any]
@@ -58,12 +58,12 @@ class Bench:
 
 
 @contextmanager
-def open_bench(job: EngineJob, trace: TraceJob | None) -> Iterator[Bench]:
+def open_bench(job: EngineJob) -> Iterator[Bench]:
     """Start the engine. Raises RuntimeError when it should have offloaded weights and has not."""
     memory = GpuMemory()
     link_bytes_per_s, link_source = measure_link_bytes_per_s()
     memory.restart()
-    replay = build_replay(trace)
+    replay = build_replay(job.trace)
     started_s = time.perf_counter()
     with open_engine(job, replay) as llm:
         start_s = time.perf_counter() - started_s

@@ -14,7 +14,7 @@ from typing import Any
 from loadtests.bench.child.ballast import ballast
 from loadtests.bench.child.bench import Bench
 from loadtests.bench.child.decode import decode_rows
-from loadtests.bench.child.engine import build_replay, engine_arguments, generate, make_prompt
+from loadtests.bench.child.engine import build_replay, engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.child.prefill import prompt_rows
@@ -40,13 +40,13 @@ _STEP_BYTES = 1 << 30
 
 def run_budget(job: BudgetJob) -> Iterator[Row]:
     """Rows of decode steps and first tokens beside the plan's, then one for sizes and peaks."""
-    settings = WispSettings.model_validate(job.wisp)
+    settings = WispSettings.model_validate(job.engine.wisp)
     budget_bytes = settings.vram_budget_bytes or 0
     with ballast(budget_bytes) as ballast_bytes:
         memory = GpuMemory()
         link_bytes_per_s, link_source = measure_link_bytes_per_s()
         memory.restart()
-        replay = build_replay(job.trace)
+        replay = build_replay(job.engine.trace)
         replay_in_wisp_workers()
         replay_with(replay)
         plan = plan_budget(job, budget_bytes, card_of_device(), link_bytes_per_s)
@@ -168,7 +168,7 @@ def _scheduler(engine: OfflineEngine) -> Any:
 def _ask(engine: OfflineEngine, job: BudgetJob, run: str) -> None:
     decode = job.decode
     sessions = range(max(decode.batches))
-    prompts = [make_prompt(session, decode.prompt_tokens, decode.vocab_size, decode.seed) for session in sessions]
+    prompts = [job.engine.prompt(session, decode.prompt_tokens) for session in sessions]
     generate(engine.llm, prompts, _ANSWER_TOKENS, run)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from loadtests.bench.child.audit import Audit
 from loadtests.bench.child.bench import Bench, Row, open_bench
-from loadtests.bench.child.engine import Generation, generate, make_prompt, synchronize
+from loadtests.bench.child.engine import Generation, generate, synchronize
 from loadtests.bench.job import DecodeJob
 
 
 def run_decode(job: DecodeJob) -> Iterator[Row]:
     """One row for each cap and batch."""
-    with open_bench(job.engine, job.trace) as bench:
+    with open_bench(job.engine) as bench:
         yield from decode_rows(bench, job)
 
 
@@ -32,7 +32,7 @@ def decode_rows(bench: Bench, job: DecodeJob) -> Iterator[Row]:
 
 def _measure(bench: Bench, job: DecodeJob, batch: int, run: str) -> Row:
     llm, pager, replay = bench.llm, bench.pager, bench.replay
-    prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(batch)]
+    prompts = [job.engine.prompt(session, job.prompt_tokens) for session in range(batch)]
     num_tokens = job.warmup_tokens + job.timed_tokens
     if pager is not None and pager.cap == pager.num_experts:
         # Once every expert that the trace needs is in its slot, what remains is the cost of paging itself.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,12 +108,6 @@ class Generation:
         """Seconds of the steps that gave token ``first`` and later ones: all requests decode in them together."""
         done = [max(times) for times in zip(*self.token_times_s, strict=True)]
         return [after - before for before, after in zip(done[first - 1 :], done[first:], strict=False)]
-
-
-def make_prompt(session: int, num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Token ids of a session's prompt."""
-    rng = random.Random(f"{seed}:{session}:{num_tokens}")
-    return [rng.randrange(3, vocab_size) for _ in range(num_tokens)]
 
 
 def generate(

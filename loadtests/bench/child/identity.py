@@ -9,7 +9,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter
 
-from loadtests.bench.child.engine import engine_arguments, make_prompt, open_engine
+from loadtests.bench.child.engine import engine_arguments, open_engine
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.resize import move, split_at
 from loadtests.bench.job import IdentityJob
@@ -27,10 +27,10 @@ def run_identity(job: IdentityJob) -> Iterator[Row]:
     facts = {
         "mode": job.engine.mode,
         "has_graphs": not job.engine.engine_args.get("enforce_eager", False),
-        "is_resized": job.wisp is not None,
+        "is_resized": job.engine.wisp is not None,
         "prompts": sum(map(len, job.batches)),
     }
-    rows = _in_place(job) if job.wisp is None else _resized(job)
+    rows = _in_place(job) if job.engine.wisp is None else _resized(job)
     for row in rows:
         yield facts | row
 
@@ -47,7 +47,7 @@ def _in_place(job: IdentityJob) -> Iterator[Row]:
 
 
 def _resized(job: IdentityJob) -> Iterator[Row]:
-    settings = WispSettings.model_validate(job.wisp)
+    settings = WispSettings.model_validate(job.engine.wisp)
     memory = GpuMemory()
     memory.restart()
     engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), settings)
@@ -72,7 +72,7 @@ def _digest(llm: LLM, job: IdentityJob) -> str:
     digest = hashlib.sha256()
     for index, lengths in enumerate(job.batches):
         prompts = [
-            {"prompt_token_ids": make_prompt(100 * index + session, length, job.vocab_size, job.seed)}
+            {"prompt_token_ids": job.engine.prompt(100 * index + session, length)}
             for session, length in enumerate(lengths)
         ]
         params = [

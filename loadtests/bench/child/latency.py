@@ -12,7 +12,7 @@ from loadtests.bench.job import LatencyJob
 
 def run_latency(job: LatencyJob) -> Iterator[Row]:
     """Rows of both, each with the benchmark that it belongs to."""
-    with open_bench(job.engine, job.trace) as bench:
+    with open_bench(job.engine) as bench:
         for row in decode_rows(bench, job.decode):
             yield {"benchmark": "decode"} | row
         if job.prefill is not None:

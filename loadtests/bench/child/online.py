@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from loadtests.bench.child.closed_loop import ClosedLoop
-from loadtests.bench.child.engine import build_replay, engine_arguments, generate, make_prompt
+from loadtests.bench.child.engine import build_replay, engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
-from loadtests.bench.child.resize import move, split_at
+from loadtests.bench.child.resize import feasible_caps, move, split_at
 from loadtests.bench.child.workers import replay_in_wisp_workers, replay_with
 from loadtests.bench.job import OnlineJob
 from loadtests.bench.online.figures import engine_figures, moves, resize_figures, turn_figures
+from loadtests.bench.online.in_process import warm_up_lengths
 from loadtests.bench.online.workload import fixed_turns
 from loadtests.traces import Trace
 from policies.damping import Damped, Damping
@@ -24,19 +25,19 @@ from wisp_core.settings import WispSettings
 Row = dict[str, Any]
 
 _SAMPLE_S = 2.0
-_WARMUP_TOKENS = 16
+_WARMUP_TOKENS = 4
 _WARMUP_PROMPT_TOKENS = 64
 
 
 def run_online(job: OnlineJob) -> Iterator[Row]:
     """A row for each way to divide the budget, all on the same turns."""
     memory = GpuMemory()
-    replay = build_replay(job.trace)
+    replay = build_replay(job.engine.trace)
     if replay is not None:
         replay_in_wisp_workers()
         replay_with(replay)
     started_s = time.perf_counter()
-    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
+    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.engine.wisp))
     facts = {
         "mode": job.engine.mode,
         "engine_start_s": time.perf_counter() - started_s,
@@ -44,11 +45,16 @@ def run_online(job: OnlineJob) -> Iterator[Row]:
     }
     try:
         trace, first = _turns(job), engine.snapshot().split
+        started_s = time.perf_counter()
         _warm_up(engine, job)
+        facts["warm_up_s"] = time.perf_counter() - started_s
+        deadline_s = job.deadline_s
         for number, cap in enumerate(job.ways):
             memory.restart()
             way = _Way(job, engine, trace, str(number), cap)
-            row = way.run(first if cap is None else split_at(engine, cap))
+            row = way.run(first if cap is None else split_at(engine, cap), deadline_s)
+            if cap is None:
+                deadline_s = min(deadline_s, job.static_limit * row["makespan_s"])
             engine.check_integrity()
             peak_bytes = memory.peak_bytes()
             yield facts | row | {"peak_gpu_bytes": peak_bytes, "peak_gpu_source": memory.source}
@@ -68,12 +74,23 @@ def _turns(job: OnlineJob) -> Trace:
 
 
 def _warm_up(engine: OfflineEngine, job: OnlineJob) -> None:
-    """Steps of every kind, so that the first way does not compile what the others find."""
+    """Steps of every kind and a move each way, so that no way compiles what later ones find.
+
+    On a GPU a prefill's first use of a kernel took one to two seconds, and a policy that was played first paid for all.
+    Those of decode steps are there since their graphs were captured.
+    """
     config = engine.llm.llm_engine.vllm_config.scheduler_config
-    lengths = [_WARMUP_PROMPT_TOKENS] * config.max_num_seqs
-    for number, prompts in enumerate((lengths, [config.max_num_batched_tokens + _WARMUP_PROMPT_TOKENS])):
-        sessions = [make_prompt(session, length, job.vocab_size, job.seed) for session, length in enumerate(prompts)]
-        generate(engine.llm, sessions, _WARMUP_TOKENS, f"warm-{number}")
+    smallest, *_, largest = feasible_caps(engine)
+    move(engine, split_at(engine, largest))
+    for number, length in enumerate(warm_up_lengths(config.max_num_batched_tokens)):
+        _answer(engine, job, [length], f"warm-{number}")
+    move(engine, split_at(engine, smallest))
+    _answer(engine, job, [_WARMUP_PROMPT_TOKENS] * config.max_num_seqs, "warm-batch")
+
+
+def _answer(engine: OfflineEngine, job: OnlineJob, lengths: list[int], run: str) -> None:
+    prompts = [job.engine.prompt(session, length) for session, length in enumerate(lengths)]
+    generate(engine.llm, prompts, _WARMUP_TOKENS, run)
 
 
 class _Way:
@@ -88,7 +105,7 @@ class _Way:
         self._reasons: list[Row] = []
         self._next_sample_s = 0.0
 
-    def run(self, start: Split) -> Row:
+    def run(self, start: Split, deadline_s: float) -> Row:
         """Play all turns, from ``start`` and with nothing cached."""
         engine, job = self._engine, self._job
         engine.llm.reset_prefix_cache()
@@ -100,11 +117,11 @@ class _Way:
             engine.llm,
             self._trace,
             name=self._name,
-            vocab_size=job.vocab_size,
+            vocab_size=job.engine.vocab_size,
             every_s=job.epoch_s,
             tick=self._decide,
         )
-        lasted_s = loop.play(job.deadline_s)
+        lasted_s = loop.play(deadline_s)
         after = engine.snapshot()
         return {
             "policy": job.policy if self._cap is None else "static_split",

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from loadtests.bench.child.bench import Bench, Row, open_bench
-from loadtests.bench.child.engine import Generation, generate, make_prompt, synchronize
+from loadtests.bench.child.engine import Generation, generate, synchronize
 from loadtests.bench.job import PrefillJob
 
 _HIT_RATE_TOKENS = 48  # of each request, before and after a long prompt
@@ -14,7 +14,7 @@ _HIT_RATE_TOKENS = 48  # of each request, before and after a long prompt
 
 def run_prefill(job: PrefillJob) -> Iterator[Row]:
     """One row for each chunk size, length and number of prompts, and one for the hit rate around a long prompt."""
-    with open_bench(job.engine, job.trace) as bench:
+    with open_bench(job.engine) as bench:
         yield from prefill_rows(bench, job)
 
 
@@ -93,7 +93,7 @@ def _hit_rates(bench: Bench, job: PrefillJob) -> Row:
 
 def _ask(bench: Bench, job: PrefillJob, batch: int, prompt_tokens: int, num_tokens: int, run: str) -> Generation:
     sessions = range(job.first_session, job.first_session + batch)
-    prompts = [make_prompt(session, prompt_tokens, job.vocab_size, job.seed) for session in sessions]
+    prompts = [job.engine.prompt(session, prompt_tokens) for session in sessions]
     generation = generate(bench.llm, prompts, num_tokens, run, first_session=job.first_session)
     synchronize()
     return generation

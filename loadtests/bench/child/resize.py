@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.compilation.counter import compilation_counter
 
-from loadtests.bench.child.engine import engine_arguments, generate, make_prompt
+from loadtests.bench.child.engine import engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.job import ResizeJob
@@ -32,7 +32,7 @@ def run_resize(job: ResizeJob) -> Iterator[Row]:
     memory = GpuMemory()
     link_bytes_per_s, _ = measure_link_bytes_per_s()
     memory.restart()
-    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
+    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.engine.wisp))
     facts = {"mode": job.engine.mode, "link_bytes_per_s": link_bytes_per_s}
     captured = compilation_counter.num_cudagraph_captured
     try:
@@ -94,7 +94,7 @@ class _Traffic:
 def _under_traffic(engine: OfflineEngine, job: ResizeJob) -> Iterator[Row]:
     """Every round asks the same, each with a cache of its own, so that all answers must equal the first."""
     expected = _ask(engine, job, "calm", _TRAFFIC_TOKENS, salt="calm").output_hash(_TRAFFIC_TOKENS)
-    traffic = _Traffic(engine, random.Random(job.seed), feasible_caps(engine), job.resizes_under_traffic)
+    traffic = _Traffic(engine, random.Random(job.engine.seed), feasible_caps(engine), job.resizes_under_traffic)
     num_rounds = num_equal = 0
     while len(traffic.outcomes) < traffic.wanted:
         name = f"traffic-{num_rounds}"
@@ -163,6 +163,6 @@ def _ask(
     salt: str | None = None,
     traffic: _Traffic | None = None,
 ) -> Any:
-    prompts = [make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed) for session in range(job.batch)]
+    prompts = [job.engine.prompt(session, job.prompt_tokens) for session in range(job.batch)]
     after_step = traffic.after_step if traffic is not None else None
     return generate(engine.llm, prompts, num_tokens, run, cache_salt=salt, after_step=after_step)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from loadtests.bench.child.engine import Generation, engine_arguments, generate, make_prompt
+from loadtests.bench.child.engine import Generation, engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.job import ReturnJob
@@ -25,7 +25,7 @@ def run_return(job: ReturnJob) -> Iterator[Row]:
     memory = GpuMemory()
     link_bytes_per_s, _ = measure_link_bytes_per_s()
     memory.restart()
-    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.wisp))
+    engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), WispSettings.model_validate(job.engine.wisp))
     try:
         for new_tokens in job.new_tokens:
             for mode in PrefixPlace:
@@ -77,12 +77,12 @@ def _come_back(
     engine.llm.reset_prefix_cache(reset_connector=True)
     name = f"{mode.value}-{new_tokens}-{session}"
     before = engine.snapshot().prefill.missed_bytes
-    prompt = make_prompt(session, job.prompt_tokens, job.vocab_size, job.seed)
+    prompt = job.engine.prompt(session, job.prompt_tokens)
     first = generate(engine.llm, [prompt], job.answer_tokens, f"{name}-first")
     first_bytes = engine.snapshot().prefill.missed_bytes - before
     engine.settle()
     if mode is not PrefixPlace.RESIDENT:
         # What others' turns leave of an idle session's prefix on the device: nothing.
         engine.llm.reset_prefix_cache(reset_connector=mode is PrefixPlace.COMPUTED)
-    said = make_prompt(_NEW + session, new_tokens, job.vocab_size, job.seed)
+    said = job.engine.prompt(_NEW + session, new_tokens)
     return first_bytes, generate(engine.llm, [[*prompt, *first.tokens[0], *said]], job.answer_tokens, name)

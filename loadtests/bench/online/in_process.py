@@ -32,6 +32,8 @@ class InProcessConfig:
     epoch_s: float = 0.5
     deadline_s: float = 120.0
     """Of one way to divide the budget: it is cut there, and its throughput is then known as a bound."""
+    static_limit: float = 1.2
+    """A static split after the policy is cut at so many times what the policy took: time is lent by the minute."""
 
 
 def in_process_h200() -> InProcessConfig:
@@ -45,6 +47,17 @@ def in_process_cpu() -> InProcessConfig:
     engine = _with_lengths(cpu_engine(), max_model_len=1024, pass_tokens=128)
     engine = replace(engine, routing="real", wisp={"emulated_link_bytes_per_s": 100e6})
     return InProcessConfig(engine=engine, vram_budget_bytes=132 * 10**6, max_context_tokens=1024, caps=(5, 9))
+
+
+def warm_up_lengths(pass_tokens: int) -> list[int]:
+    """Prompts that make a GPU compile all kernels of its prefills, the longest first.
+
+    vLLM's tables have kernels for ranges of rows that begin at powers of two and half-way between; Triton compiles each
+    once more where the number of rows is odd.
+    """
+    powers = [2**exponent for exponent in range(4, pass_tokens.bit_length())]
+    begins = [rows for power in powers for rows in (power, power * 3 // 2) if rows <= pass_tokens]
+    return [rows for begin in reversed(begins) for rows in (begin + 1, begin)]
 
 
 def _with_lengths(engine: EngineConfig, *, max_model_len: int, pass_tokens: int) -> EngineConfig:
