@@ -108,7 +108,9 @@ class Gateway:
         reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
         turn_id = new_turn_id(tenant.tenant_id)
         try:
-            placement = await self._limiter.admit(tenant, turn_id, reserved_tokens, session.session_key)
+            placement = await self._limiter.admit(
+                tenant, turn_id, reserved_tokens, session.session_key, num_choices=fields.num_choices
+            )
         except ApiError as error:
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise

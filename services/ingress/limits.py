@@ -69,8 +69,10 @@ class TurnLimiter:
         self._ended: dict[str, _Turn] = {}
         """Turns that have ended, but may still be counted as running."""
 
-    async def admit(self, tenant: TenantSpec, turn_id: str, tokens: int, session_key: str = "") -> Placement | None:
-        """Take one request, ``tokens`` and one running turn. Raises ApiError (429).
+    async def admit(
+        self, tenant: TenantSpec, turn_id: str, tokens: int, session_key: str = "", *, num_choices: int = 1
+    ) -> Placement | None:
+        """Take one request, ``tokens`` and a running turn's place for each choice. Raises ApiError (429).
 
         Returns where the session lives, if it is placed: known by the same exchange. Whoever cancels this has to settle
         the turn: it may be counted already.
@@ -83,6 +85,7 @@ class TurnLimiter:
             tokens_per_minute=tenant.tokens_per_minute,
             max_concurrent_turns=tenant.max_concurrent_turns,
             lease_s=LEASE_S,
+            num_choices=num_choices,
             session_key=session_key,
         )
         admission = await self._ask(request)
@@ -94,7 +97,7 @@ class TurnLimiter:
         limits = {
             Limit.REQUESTS: (tenant.requests_per_minute, 1),
             Limit.TOKENS: (tenant.tokens_per_minute, tokens),
-            Limit.TURNS: (tenant.max_concurrent_turns, 1),
+            Limit.TURNS: (tenant.max_concurrent_turns, num_choices),
         }
         assert admission.which is not None
         raise rate_limited(admission, *limits[admission.which])
@@ -167,5 +170,5 @@ class TurnLimiter:
                 # One store being away says nothing of the other; the calls after the first fail at once.
                 with contextlib.suppress(StoreUnavailableError):
                     now_s = time.time()
-                    await store.renew_turn(turn.request.tenant_id, turn.request.turn_id, LEASE_S, now_s)
+                    await store.renew_turn(turn.request, now_s)
                     turn.until_s = now_s + LEASE_S

@@ -102,6 +102,37 @@ async def test_a_refund_never_overfills(store: Store) -> None:
     assert not (await store.admit(turn("c", 1, requests_per_minute=100), now_s + 29)).allowed
 
 
+@pytest.mark.parametrize("later_s", [0.0, 20.0])
+async def test_what_a_turn_used_beyond_what_it_took_is_charged_from_a_full_bucket_too(
+    store: Store, later_s: float
+) -> None:
+    now_s = 1_800_000_000.0
+    first = turn("a", 100)
+    assert (await store.admit(first, now_s)).allowed
+    if later_s and isinstance(store, RedisStore):  # The bucket is full again, and its key gone.
+        async with store._connection.guard() as redis:
+            await redis.delete(k.Keys("test").limit("t", "tokens"))
+    await store.settle(first, used_tokens=700, now_s=now_s + later_s)
+    refused = await store.admit(turn("b", 300), now_s + later_s)
+    assert refused.which is Limit.TOKENS
+    missing = 300 - (600 - 700 if later_s == 0 else 600 - 600)
+    assert refused.retry_after_s == pytest.approx(missing / 10, abs=1e-3)
+    assert (await store.admit(turn("b", 300), now_s + later_s + missing / 10 + 0.01)).allowed
+
+
+async def test_a_bucket_that_owes_keeps_its_key_until_it_is_full(redis_store: RedisStore, valkey) -> None:
+    now_s = time.time()
+    first = turn("a", 10)
+    assert (await redis_store.admit(first, now_s)).allowed
+    await redis_store.settle(first, used_tokens=900, now_s=now_s)
+    client, key = valkey.client(), k.Keys("test").limit("t", "tokens")
+    assert 88_000 < client.pttl(key) <= 91_000
+    second = turn("b", 10, requests_per_minute=100)
+    await redis_store.admit(second, now_s + 100)
+    await redis_store.settle(second, used_tokens=0, now_s=now_s + 100)
+    assert client.exists(key) == 0, "a full bucket has none"
+
+
 async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> None:
     now_s = 1_800_000_000.0
     two = {"max_concurrent_turns": 2, "requests_per_minute": 100}
@@ -112,10 +143,31 @@ async def test_concurrent_turns_are_limited_and_leases_expire(store: Store) -> N
     assert (refused.which, refused.retry_after_s) == (Limit.TURNS, 1.0)
     await store.settle(first, used_tokens=10, now_s=now_s)
     assert (await store.admit(turn("c", **two), now_s)).allowed
-    await store.renew_turn("t", "c", 30.0, now_s + 20)
-    await store.renew_turn("t", "a", 30.0, now_s + 20)
+    await store.renew_turn(turn("c", **two), now_s + 20)
+    await store.renew_turn(first, now_s + 20)
     assert (await store.admit(turn("d", **two), now_s + 31)).allowed, "the lease of b has ended, that of c was renewed"
     assert not (await store.admit(turn("e", **two), now_s + 31)).allowed
+
+
+async def test_each_choice_takes_a_place(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    four: dict[str, float] = {"max_concurrent_turns": 4, "requests_per_minute": 100}
+    three_choices = turn("a", num_choices=3, **four)
+    assert (await store.admit(three_choices, now_s)).allowed
+    refused = await store.admit(turn("b", num_choices=2, **four), now_s)
+    assert (refused.which, refused.retry_after_s) == (Limit.TURNS, 1.0)
+    assert (await store.admit(turn("c", **four), now_s)).allowed
+    await store.renew_turn(three_choices, now_s + 20)
+    refused = await store.admit(turn("d", num_choices=2, **four), now_s + 31)
+    assert refused.which is Limit.TURNS, "only the lease of c has ended"
+    await store.settle(three_choices, used_tokens=10, now_s=now_s + 31)
+    assert (await store.admit(turn("e", num_choices=4, **four), now_s + 31)).allowed
+
+
+async def test_more_choices_than_places_can_never_be_admitted(store: Store) -> None:
+    refused = await store.admit(turn("a", num_choices=5, max_concurrent_turns=4), 1_800_000_000.0)
+    assert (refused.allowed, refused.which, refused.retry_after_s) == (False, Limit.TURNS, None)
+    assert (await store.admit(turn("b", num_choices=4, max_concurrent_turns=4), 1_800_000_000.0)).allowed
 
 
 async def test_a_turn_that_asks_again_is_admitted_once(store: Store) -> None:

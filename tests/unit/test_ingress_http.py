@@ -100,6 +100,19 @@ async def test_n_counts_against_the_tokens() -> None:
     assert (reply.status, reply.error["type"]) == (429, "tokens")
 
 
+async def test_a_turn_takes_a_place_for_each_of_its_answers() -> None:
+    service = Service(max_concurrent_turns=4)
+    reply = await service.chat(n=5, max_tokens=1)
+    assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+    assert "concurrent turns: limit 4, requested 5" in reply.error["message"]
+    assert "retry-after" not in reply.headers, "waiting does not help"
+    body = json.dumps({"model": "tiny", "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 1}).encode()
+    reply = await service.request("/v1/completions", body, method="POST")
+    assert "limit 4, requested 6" in reply.error["message"]
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat(n=4, max_tokens=1)).status == 200
+
+
 async def test_wrong_keys_and_models(service: Service) -> None:
     for headers in ({}, {"authorization": "Bearer nope"}):
         reply = await service.request("/v1/chat/completions", b"{}", method="POST", headers=headers)

@@ -81,6 +81,14 @@ async def test_turns_at_once(clock: Clock) -> None:
     await limiter.admit(TENANT, "t2", 1)
 
 
+async def test_what_a_turn_used_beyond_its_reservation_is_owed_however_late_it_ends(clock: Clock) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    await limiter.admit(TENANT, "t0", 10)
+    clock.now_s += 50
+    await limiter.settle("t0", 910)
+    assert (await refusal(limiter, "t1", 1)).headers["retry-after"] == "31"
+
+
 async def test_limits_hold_in_this_process_while_the_store_is_away(clock: Clock) -> None:
     store = MemoryStore()
     limiter = TurnLimiter(store)

@@ -34,8 +34,15 @@ class TurnRequest:
     tokens_per_minute: int
     max_concurrent_turns: int
     lease_s: float
+    num_choices: int = 1
+    """Answers that are generated at once: each takes a place of ``max_concurrent_turns``."""
     session_key: str = ""
     """The session whose placement is read in the same exchange."""
+
+    @property
+    def places(self) -> list[str]:
+        """The names of its places among the tenant's running turns; the first is the turn's own."""
+        return [self.turn_id, *(f"{self.turn_id}#{number}" for number in range(1, self.num_choices))]
 
 
 @dataclass(frozen=True)
@@ -177,19 +184,19 @@ class TenantStore(Protocol):
         ...
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
-        """Take one request, ``turn.tokens`` tokens and one running turn from the tenant's limits, or nothing.
+        """Take one request, ``turn.tokens`` tokens and the turn's places from the tenant's limits, or nothing.
 
         A turn that is admitted already stays so and takes nothing: whoever got no answer may ask again. Rates are token
         buckets that hold one minute's worth and refill evenly. ``now_s`` is Unix time.
         """
         ...
 
-    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
-        """Keep a turn counted as running for another ``lease_s`` seconds; a turn not counted stays so."""
+    async def renew_turn(self, turn: TurnRequest, now_s: float) -> None:
+        """Keep a turn counted as running for another ``turn.lease_s`` seconds; a turn not counted stays so."""
         ...
 
     async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
-        """End a turn: free its place and give back the tokens it took but did not use."""
+        """End a turn: free its places, and give back the tokens it did not use or take those it used beyond them."""
         ...
 
 

@@ -20,7 +20,7 @@ over several keys need behind a proxy of a cluster. The client itself talks to o
 | ``tenants`` | hash, TENANT to TenantSpec | none | start-up, admin | ingress |
 | ``tenant-usage:TENANT`` | hash, counters of TenantUsage | none, ends with the tenant | ingress | ingress |
 | ``limit:TENANT:WHICH`` | string, time when the bucket is full, s | until full | ingress | ingress |
-| ``turns:TENANT`` | zset, turn id by the end of its lease, s | the longest lease | ingress | ingress |
+| ``turns:TENANT`` | zset, places taken by the end of their lease, s | the longest lease | ingress | ingress |
 | ``lease:NAME`` | string, holder | the lease's | holder | holder |
 """
 
@@ -115,7 +115,7 @@ class Keys:
         return f"{self.prefix}limit:{tenant_id}:{which}"
 
     def turns(self, tenant_id: str) -> str:
-        """Turns of a tenant that run now."""
+        """Places that a tenant's running turns take."""
         return f"{self.prefix}turns:{tenant_id}"
 
     def lease(self, name: str) -> str:

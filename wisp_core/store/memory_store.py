@@ -236,8 +236,9 @@ class MemoryStore:
             del turns[turn_id]
         if turn.turn_id in turns:
             return Admission(True, placement=await self._placement(turn.session_key))
-        if len(turns) >= turn.max_concurrent_turns:
-            return Admission(False, 1.0, Limit.TURNS)
+        if len(turns) + turn.num_choices > turn.max_concurrent_turns:
+            can_ever = turn.num_choices <= turn.max_concurrent_turns
+            return Admission(False, 1.0 if can_ever else None, Limit.TURNS)
         full_at_s: dict[Limit, float] = {}
         costs = ((Limit.REQUESTS, 1, turn.requests_per_minute), (Limit.TOKENS, turn.tokens, turn.tokens_per_minute))
         for which, cost, per_minute in costs:
@@ -248,21 +249,23 @@ class MemoryStore:
                 return Admission(False, full_s - now_s - 60, which)
             full_at_s[which] = full_s
         self._full_at_s.update({(turn.tenant_id, which): full_s for which, full_s in full_at_s.items()})
-        turns[turn.turn_id] = now_s + turn.lease_s
+        turns.update(dict.fromkeys(turn.places, now_s + turn.lease_s))
         return Admission(True, placement=await self._placement(turn.session_key))
 
-    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
+    async def renew_turn(self, turn: TurnRequest, now_s: float) -> None:
         """See Store."""
         await self.ping()
-        if turn_id in self._turns[tenant_id]:
-            self._turns[tenant_id][turn_id] = now_s + lease_s
+        turns = self._turns[turn.tenant_id]
+        turns.update({place: now_s + turn.lease_s for place in turn.places if place in turns})
 
     async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
         """See Store."""
         await self.ping()
-        bucket = (turn.tenant_id, Limit.TOKENS)
-        if self._turns[turn.tenant_id].pop(turn.turn_id, None) is not None and bucket in self._full_at_s:
-            self._full_at_s[bucket] -= (turn.tokens - used_tokens) * 60 / turn.tokens_per_minute
+        bucket, turns = (turn.tenant_id, Limit.TOKENS), self._turns[turn.tenant_id]
+        was_counted = [turns.pop(place, None) is not None for place in turn.places]
+        if any(was_counted):
+            overuse_s = (used_tokens - turn.tokens) * 60 / turn.tokens_per_minute
+            self._full_at_s[bucket] = max(now_s, self._full_at_s.get(bucket, 0.0)) + overuse_s
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> bool:
         """See Store."""

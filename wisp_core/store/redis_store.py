@@ -291,26 +291,27 @@ class RedisStore:
             turn.tokens_per_minute,
             turn.tokens,
             turn.max_concurrent_turns,
-            turn.turn_id,
             turn.lease_s,
+            *turn.places,
         ]
         which, *rest = await self._connection.run(scripts.ADMIT, keys, args)
         if not which:
             return Admission(True, placement=_parse(c.Placement, rest[1]))
         return Admission(False, float(rest[0]) if rest[0] else None, Limit(which))
 
-    async def renew_turn(self, tenant_id: str, turn_id: str, lease_s: float, now_s: float) -> None:
+    async def renew_turn(self, turn: TurnRequest, now_s: float) -> None:
         """See Store."""
+        key = self._keys.turns(turn.tenant_id)
         async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(self._keys.turns(tenant_id), {turn_id: now_s + lease_s}, xx=True)
-            pipe.pexpire(self._keys.turns(tenant_id), int(lease_s * 1000) + 1000)
+            pipe.zadd(key, dict.fromkeys(turn.places, now_s + turn.lease_s), xx=True)
+            pipe.pexpire(key, int(turn.lease_s * 1000) + 1000)
             await pipe.execute()
 
     async def settle(self, turn: TurnRequest, used_tokens: int, now_s: float) -> None:
         """See Store."""
         keys = [self._keys.limit(turn.tenant_id, Limit.TOKENS), self._keys.turns(turn.tenant_id)]
-        refund_s = (turn.tokens - used_tokens) * 60 / turn.tokens_per_minute
-        await self._connection.run(scripts.SETTLE, keys, [turn.turn_id, f"{refund_s:.6f}"])
+        overuse_s = (used_tokens - turn.tokens) * 60 / turn.tokens_per_minute
+        await self._connection.run(scripts.SETTLE, keys, [f"{now_s:.6f}", f"{overuse_s:.6f}", *turn.places])
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> bool:
         """See Store."""

@@ -59,10 +59,9 @@ placement JSON, its time in s, session key, TTL ms, longest index. Returns the J
 ADMIT = """
 local now = tonumber(ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[1])
-if redis.call('ZSCORE', KEYS[3], ARGV[6]) then return {'', '', redis.call('HGET', KEYS[4], 'placement')} end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then
-  return {'turns', '1'}
-end
+if redis.call('ZSCORE', KEYS[3], ARGV[7]) then return {'', '', redis.call('HGET', KEYS[4], 'placement')} end
+local places, most = #ARGV - 6, tonumber(ARGV[5])
+if redis.call('ZCARD', KEYS[3]) + places > most then return {'turns', places > most and '' or '1'} end
 local full_at = {}
 local names = {'requests', 'tokens'}
 local costs = {1, tonumber(ARGV[4])}
@@ -77,17 +76,17 @@ end
 for i = 1, 2 do
   redis.call('SET', KEYS[i], string.format('%.6f', full_at[i]), 'PX', math.ceil((full_at[i] - now) * 1000) + 1000)
 end
-redis.call('ZADD', KEYS[3], now + tonumber(ARGV[7]), ARGV[6])
-redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[7]) * 1000) + 1000)
+for i = 7, #ARGV do redis.call('ZADD', KEYS[3], now + tonumber(ARGV[6]), ARGV[i]) end
+redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[6]) * 1000) + 1000)
 return {'', '', redis.call('HGET', KEYS[4], 'placement')}
 """
-"""Admit a turn against requests and tokens per minute and turns at once: all three or none, and only once.
+"""Admit a turn against requests and tokens per minute and places for turns: all three or none, and only once.
 
 A bucket is kept as the time at which it will be full again; what is missing from it now is that time's distance.
-KEYS: requests bucket, tokens bucket, running turns, the session's placement hash. ARGV: now s, requests per minute,
-tokens per minute, tokens, most turns, turn id, lease s. Returns {'', '', the placement's JSON or nil} if admitted, else
-{limit, seconds to wait, '' if it can never be}. When a running turn will end is not known, so a full house says one
-second.
+KEYS: requests bucket, tokens bucket, places taken, the session's placement hash. ARGV: now s, requests per minute,
+tokens per minute, tokens, most places, lease s, then the turn's places. Returns {'', '', the placement's JSON or nil}
+if admitted, else {limit, seconds to wait, '' if it can never be}. When a running turn will end is not known, so a full
+house says one second.
 """
 
 RECORD_TURN = """
@@ -115,16 +114,21 @@ session's counters, then each of these with its amount, then the tenant's. Retur
 """
 
 SETTLE = """
-local removed = redis.call('ZREM', KEYS[2], ARGV[1])
-local full = redis.call('GET', KEYS[1])
-if removed == 1 and full then
-  redis.call('SET', KEYS[1], string.format('%.6f', tonumber(full) - tonumber(ARGV[2])), 'KEEPTTL')
+if redis.call('ZREM', KEYS[2], unpack(ARGV, 3)) == 0 then return 0 end
+local now = tonumber(ARGV[1])
+local full = math.max(now, tonumber(redis.call('GET', KEYS[1]) or '0')) + tonumber(ARGV[2])
+if full > now then
+  redis.call('SET', KEYS[1], string.format('%.6f', full), 'PX', math.ceil((full - now) * 1000) + 1000)
+else
+  redis.call('DEL', KEYS[1])
 end
-return removed
+return 1
 """
-"""End a turn and give back what it did not use; a second call does nothing.
+"""End a turn: give back what it did not use, or take what it used beyond that; a second call does nothing.
 
-KEYS: tokens bucket, running turns. ARGV: turn id, seconds of refill to give back. Returns 1 if the turn was counted.
+A bucket that has no key is full, and so is one that would be full by now: what was used beyond is taken from there.
+KEYS: tokens bucket, places taken. ARGV: now s, seconds of refill to take (below 0: to give back), then the turn's
+places. Returns 1 if the turn was counted.
 """
 
 ACQUIRE_LEASE = """
