@@ -23,6 +23,7 @@ from loadtests.service.rescore import Answer, rescore
 from loadtests.service.running import RunningService, service_file, tenant
 from loadtests.service.stream_client import StreamedTurn
 from loadtests.service.upgrades import UPGRADES, upgrade
+from wisp_core.errors import EngineUnavailableError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 MODEL = "tiny"
@@ -226,7 +227,7 @@ def _rescored(answers: list[Answer]) -> Row:
         engine_args = ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}
         try:
             gaps = rescore(str(directory / "model"), engine_args, answers, directory)
-        except RuntimeError as error:  # The faults themselves are worth keeping.
+        except EngineUnavailableError as error:  # The faults themselves are worth keeping.
             return {"rescored": 0, "largest_gap": 0.0, "above_limit": 0, "error": str(error)[-2000:]}
     return {
         "rescored": len(gaps),

@@ -71,7 +71,7 @@ def run_service(config: ServiceConfig, run: ServiceRun) -> Found:
         live, pids = asyncio.run(_Watch(service, run, found).run(samples))
     if config.replica.num_gpus:
         found.summary["is_device_memory_returned"] = wait_until_gone(pids)
-    resident = asyncio.run(answer_resident(config, samples, config.state_dir))
+    resident = answer_resident(config, samples)
     mismatches = find_mismatches(samples, live, resident)
     found.summary |= {
         "identity_samples": len(samples),

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from services.config import ServiceConfig
+from services.demo.reference import ask_resident
 from services.demo.workload import Turn
 from services.ingress.sessions import SALT_HEADER, SESSION_HEADER
-from wisp_core.errors import EngineUnavailableError
 
 REPLAY_TOKENS = 24
 
@@ -69,26 +65,12 @@ async def replay_live(clients: dict[str, AsyncOpenAI], model: str, samples: Sequ
     return answers
 
 
-async def answer_resident(config: ServiceConfig, samples: Sequence[RecordedTurn], directory: Path) -> list[Answer]:
+def answer_resident(config: ServiceConfig, samples: Sequence[RecordedTurn]) -> list[Answer]:
     """The same prompts on an engine that holds every expert. Raises EngineUnavailableError, its last words."""
-    engine_args = dict(config.replica.engine) | {"kv_cache_memory_bytes": config.replica.vram_budget_bytes}
-    files = [directory / name for name in ("engine-args.json", "prompts.json", "answers.json")]
-    files[0].write_text(json.dumps(engine_args))
-    files[1].write_text(json.dumps([sample.request(config.model.name) for sample in samples]))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.demo.reference",
-        config.model.path,
-        *map(str, files),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    if process.returncode != 0:
-        raise EngineUnavailableError(f"the resident engine failed: {output.decode(errors='replace')[-2000:]}")
-    answers: list[Answer] = json.loads(files[2].read_text())
-    return answers
+    engine_args = config.replica.engine | {"kv_cache_memory_bytes": config.replica.vram_budget_bytes}
+    requests = [sample.request(config.model.name) for sample in samples]
+    function = "services.demo.reference:answers"
+    return ask_resident(function, config.model.path, engine_args, requests, config.state_dir)
 
 
 def find_mismatches(samples: Sequence[RecordedTurn], live: Sequence[Answer], resident: Sequence[Answer]) -> list[str]:
