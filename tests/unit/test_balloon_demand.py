@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from wisp_core.memory.kv_demand import DemandMeter, OutputLengths, TimeShares, Turn
+from wisp_core.demand.meter import DemandMeter, OutputLengths, TimeShares, Turn
 
 
 def turn(prompt: int, output: int = 0, limit: int = 100, held: int = 0) -> Turn:

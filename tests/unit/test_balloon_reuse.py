@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wisp_core.contracts import ReuseBin
-from wisp_core.memory.kv_reuse import PrefixReuse, StackDistances
-from wisp_core.memory.turn_window import TurnWindow
+from wisp_core.demand.reuse import PrefixReuse, StackDistances
+from wisp_core.demand.turn_window import TurnWindow
 
 
 @given(st.lists(st.integers(0, 9), max_size=80), st.integers(1, 6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wisp_core.memory.kv_returns import EXPIRES_S, Returns
+from wisp_core.demand.returns import EXPIRES_S, Returns
 
 
 def test_before_anything_is_known_every_second_turn_is_expected_back() -> None:

@@ -1,4 +1,4 @@
-"""Reads vLLM's scheduler state into the KV demand meters of `wisp_core.memory`."""
+"""Reads vLLM's scheduler state into the KV demand meters of `wisp_core.demand`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import DemandBin, KvDemand
+from wisp_core.demand.meter import DemandMeter, TimeShares, Turn
+from wisp_core.demand.returns import Returns
+from wisp_core.demand.reuse import PrefixReuse, Saved, block_edges, passes_of
+from wisp_core.demand.turn_window import Amounts, TurnWindow
 from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.host_kv import HostKvMeter, HostKvRates, host_blocks
-from wisp_core.memory.kv_demand import DemandMeter, TimeShares, Turn
-from wisp_core.memory.kv_returns import Returns
-from wisp_core.memory.kv_reuse import PrefixReuse, Saved, block_edges, passes_of
-from wisp_core.memory.turn_window import Amounts, TurnWindow
 from wisp_core.working_set.forgetting import DecayedSum
 
 _REMEMBERED_POOLS = 4

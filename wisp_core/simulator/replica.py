@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import Split
-from wisp_core.memory.kv_returns import Returns
-from wisp_core.memory.kv_reuse import block_edges
+from wisp_core.demand.returns import Returns
+from wisp_core.demand.reuse import block_edges
+from wisp_core.demand.turn_window import TurnWindow
 from wisp_core.memory.resize_plan import Move, Refusal, plan_moves
-from wisp_core.memory.turn_window import TurnWindow
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
 from wisp_core.simulator.totals import Totals
