@@ -67,7 +67,7 @@ class TurnRecord(Contract):
     session_key: str
     replica_id: str
     is_failed: bool = False
-    ttft_s: float | None = Field(default=None, description="Time to the first body chunk; None: none was sent.")
+    ttft_s: float | None = Field(default=None, description="Time to a stream's first piece; None: none was sent.")
     duration_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = Field(default=0, description="Prompt tokens found in the prefix cache.")
@@ -87,4 +87,6 @@ class SessionUsage(Value):
     completion_tokens: int = 0
     ttft_sum_s: float = 0.0
     ttft_turns: int = Field(default=0, description="Turns that have a TTFT.")
-    decode_s: float = Field(default=0.0, description="Time between first chunk and end, summed.")
+    decode_s: float = Field(
+        default=0.0, description="Time after the first piece, summed; of turns that were not streamed, all of it."
+    )

@@ -106,7 +106,7 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     for one in sessions:
         ttft_s = one["ttft_sum_s"] / one["ttft_turns"] if one["ttft_turns"] else 0.0
-        # From arrival to end: an unstreamed turn comes in one piece and has no decode time of its own.
+        # From arrival to end: an unstreamed turn comes in one piece, after all of its time.
         seconds = one["ttft_sum_s"] + one["decode_s"]
         rate = one["completion_tokens"] / seconds if seconds else 0.0
         cached = one["cached_tokens"] / one["prompt_tokens"] if one["prompt_tokens"] else 0.0

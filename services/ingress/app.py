@@ -57,16 +57,20 @@ class Ingress:
         # Made here, in the event loop that uses them.
         self._store, self._operator_store = address.open(), address.open(OPERATOR_TIMEOUT_S)
         directory = TenantDirectory(self._store, partial(tenant_specs, service), service_began_s=service_began_s)
-        limiter = TurnLimiter(self._store)
+        limiter, metrics = TurnLimiter(self._store), IngressMetrics(self._telemetry)
+
+        def client(handle: DeploymentHandle) -> ReplicaClient:
+            return ReplicaClient(by_message(handle), metrics.count_retry)
+
         self._gateway = Gateway(
             service,
             salt_secret=secrets.cache_salt_key,
             tenants=directory,
             store=self._store,
             limiter=limiter,
-            replicas=ReplicaClient(by_message(replicas)),
-            dedicated={tenant_id: ReplicaClient(by_message(handle)) for tenant_id, handle in dedicated.items()},
-            metrics=IngressMetrics(self._telemetry),
+            replicas=client(replicas),
+            dedicated={tenant_id: client(handle) for tenant_id, handle in dedicated.items()},
+            metrics=metrics,
         )
         cluster = Cluster(
             self._operator_store,

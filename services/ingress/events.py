@@ -69,8 +69,7 @@ class EventFilter:
         if event.startswith(ERROR_START):
             self.error = error_of(event, has_grammar=self._has_grammar)
             return self.error.event().removesuffix(b"\n\n")
-        # Looked into only where it can matter: text never holds this unescaped.
-        answer = _parsed(event) if b'"usage":' in event else {}
+        answer = _parsed(event)
         usage = Usage.of(answer)
         if usage is None:
             return event

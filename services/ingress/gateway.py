@@ -44,6 +44,9 @@ SETTLE_DELAY_S = 0.002
 """Time after a turn at which it stops to count as running: its answer goes out first, and the next turn comes later."""
 RECORD_DELAY_S = 0.02
 """Time after a turn at which its use is written down."""
+SESSION_FIELD, WEIGHT_FIELD, KV_SHARE_FIELD = "wisp_session", "wisp_weight", "wisp_kv_share"
+"""Entries of the body's ``vllm_xargs``: whose tokens these are, and the tenant's share of engine time, and of KV and
+batch. The engine looks for them there."""
 TURN_HEADER = "x-turn-id"
 REQUEST_HEADER = "x-request-id"
 """Both carry the turn's id in an answer; the second name is OpenAI's."""
@@ -139,9 +142,14 @@ class Gateway:
 
     def _call(self, path: str, running: RunningTurn, salt: str) -> ReplicaCall:
         fields, session, placement = running.fields, running.session, running.placement
+        terms = {
+            SESSION_FIELD: session.session_key,
+            WEIGHT_FIELD: running.tenant.weight,
+            KV_SHARE_FIELD: running.tenant.kv_share,
+        }
         return ReplicaCall(
             path=path,
-            body=json.dumps({**fields.body, "cache_salt": salt}, ensure_ascii=False).encode(),
+            body=json.dumps({**fields.body, "cache_salt": salt, "vllm_xargs": terms}, ensure_ascii=False).encode(),
             headers={"content-type": "application/json", "x-request-id": running.turn_id},
             turn=Turn(
                 turn_id=running.turn_id,
@@ -154,8 +162,6 @@ class Gateway:
                 home=None if placement is None else placement.replica_id,
                 home_version=0 if placement is None else placement.version,
             ),
-            weight=running.tenant.weight,
-            kv_share=running.tenant.kv_share,
         )
 
     def _replicas_of(self, tenant: TenantSpec) -> ReplicaClient:
@@ -179,6 +185,7 @@ class Gateway:
             answer.stream.cancel()
             raise error_of(answer.first, has_grammar=running.fields.has_grammar)
         if answer.status == 200:
+            running.mark_first_piece()
             stream = self._stream(running, answer)
             await anext(stream)  # Only a generator that has begun runs its ending when it is closed.
             return Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, stream)
@@ -191,9 +198,6 @@ class Gateway:
     def _note_start(self, running: RunningTurn, answer: Answer) -> None:
         running.replica_id = answer.replica_id
         running.status = answer.status
-        running.mark_first_piece()
-        if answer.attempts > 1:
-            self._metrics.count_retries(answer.attempts - 1)
 
     def _whole(self, running: RunningTurn, answer: Answer, body: bytes) -> Reply:
         self._note_start(running, answer)

@@ -13,7 +13,7 @@ class IngressMetrics:
         meter = telemetry.meter("wisp.ingress")
         self._turns = meter.create_counter("wisp.ingress.turns", description="Turns answered, by tenant and status.")
         self._ttft = meter.create_histogram(
-            "wisp.ingress.ttft", unit="s", description="Time from a turn's arrival to the first piece of its answer."
+            "wisp.ingress.ttft", unit="s", description="Time from a turn's arrival to the first piece of its stream."
         )
         self._duration = meter.create_histogram("wisp.ingress.turn_duration", unit="s", description="Time of a turn.")
         self._tokens = meter.create_counter("wisp.ingress.tokens", description="Tokens, by tenant and kind.")
@@ -44,9 +44,9 @@ class IngressMetrics:
         """A turn was not admitted."""
         self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
 
-    def count_retries(self, retries: int) -> None:
-        """A turn needed more than one attempt."""
-        self._retries.add(retries)
+    def count_retry(self) -> None:
+        """A turn needs one more attempt."""
+        self._retries.add(1)
 
     def count_broken(self, reason: str) -> None:
         """A stream that had begun could not be finished."""

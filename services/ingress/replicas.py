@@ -1,8 +1,7 @@
 """Calling a replica by handle: the answer's head and pieces, again elsewhere while nothing has been sent.
 
 The other side is ``http(*, path, body, headers, method, session_key, ...)`` of the replica deployment, an async
-generator: ``{"status": int, "headers": {...}, "replica_id": str}``, then bytes; the head may bring the first of them
-as ``first``, which saves a message. It raises
+generator: ``{"status": int, "headers": {...}, "replica_id": str, "first": bytes}``, then more bytes. It raises
 EngineUnavailableError when its engine is gone. The keyword arguments of ``services.ingress.placement.Turn`` are for
 the router, which reads them in this process.
 """
@@ -12,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpc.aio import AioRpcError  # type: ignore[import-untyped]
@@ -71,10 +70,6 @@ class ReplicaCall:
     body: bytes
     headers: dict[str, str]
     turn: Turn
-    weight: float = 1.0
-    """The tenant's share of engine time."""
-    kv_share: float = 1.0
-    """Largest part of a replica's KV and batch for the tenant."""
 
 
 @dataclass
@@ -86,7 +81,6 @@ class Answer:
     replica_id: str
     stream: ReplicaStream
     first: bytes
-    attempts: int = field(default=1)
 
     @property
     def is_whole(self) -> bool:
@@ -104,8 +98,10 @@ class Answer:
 class ReplicaClient:
     """Calls replicas; the router behind the handle chooses which."""
 
-    def __init__(self, handle: ReplicaHandle) -> None:
+    def __init__(self, handle: ReplicaHandle, count_retry: Callable[[], None]) -> None:
+        """``count_retry`` is called before each attempt of a turn beyond its first."""
         self._handle = handle
+        self._count_retry = count_retry
         self._endings: set[asyncio.Future[None]] = set()
 
     async def open(self, call: ReplicaCall) -> Answer:
@@ -114,24 +110,25 @@ class ReplicaClient:
         A replica that is lost before that costs nothing but time: the call goes to another one. Raises ApiError
         (503) when none answers.
         """
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(RETRY_PAUSE_S * attempt)
+                self._count_retry()
             try:
-                answer = await self._try(call)
+                return await self._try(call)
             except LOST as error:
-                logger.warning("attempt %d of a turn failed before its first byte: %s", attempt, type(error).__name__)
+                logger.warning("attempt %d of a turn got no first byte: %s", attempt + 1, type(error).__name__)
             except BackPressureError as error:
                 raise unavailable("All replicas are busy. Please retry.") from error
             except DeploymentUnavailableError as error:
                 raise unavailable("No replica is up. Please retry.", retry_after_s=10.0) from error
-            else:
-                answer.attempts = attempt
-                return answer
-            await asyncio.sleep(RETRY_PAUSE_S * attempt)
         raise unavailable("No replica could answer. Please retry.", retry_after_s=2.0)
 
     async def collect(self, call: ReplicaCall) -> tuple[Answer, bytes]:
         """Send ``call`` and wait for the whole answer; a replica lost at any point before its end is replaced."""
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                self._count_retry()
             answer = await self.open(call)
             if answer.is_whole:
                 self._let_end(answer.stream)
@@ -139,7 +136,7 @@ class ReplicaClient:
             try:
                 return answer, b"".join([piece async for piece in answer.pieces()])
             except LOST as error:
-                logger.warning("a turn was lost before its end and is repeated: %s", type(error).__name__)
+                logger.warning("a turn was lost before its end: %s", type(error).__name__)
             finally:
                 answer.stream.cancel()
         raise unavailable("No replica could answer. Please retry.", retry_after_s=2.0)
@@ -157,8 +154,6 @@ class ReplicaClient:
             path=call.path,
             body=call.body,
             headers=call.headers,
-            weight=call.weight,
-            kv_share=call.kv_share,
             **turn.model_dump(exclude_defaults=True),
         )
         is_open = False
@@ -166,12 +161,11 @@ class ReplicaClient:
             head: dict[str, Any] = await _first(stream)
             if head["status"] == 503:
                 raise EngineUnavailableError("the engine is full")
-            first: bytes = head["first"] if "first" in head else await anext(stream, b"")
             is_open = True
         finally:
             if not is_open:
                 stream.cancel()
-        return Answer(head["status"], head["headers"], head.get("replica_id", ""), stream, first)
+        return Answer(head["status"], head["headers"], head["replica_id"], stream, head["first"])
 
 
 def by_message(handle: Any) -> Any:

@@ -59,7 +59,7 @@ class RunningTurn:
         self._began_s = time.monotonic()
 
     def mark_first_piece(self) -> None:
-        """The first piece of the answer is here."""
+        """The first piece of a stream is here. A whole answer has no time of its first token that anybody sees."""
         self.ttft_s = time.monotonic() - self._began_s
 
     def mark_error(self, error: BaseException) -> None:

@@ -30,11 +30,6 @@ from wisp_core.settings import WispSettings
 
 logger = logging.getLogger(__name__)
 
-SESSION_FIELD = "wisp_session"
-"""Entry of the body's ``vllm_xargs`` that tells the engine whose tokens these are."""
-WEIGHT_FIELD = "wisp_weight"
-KV_SHARE_FIELD = "wisp_kv_share"
-"""Entries that tell it the tenant's share of engine time, and of KV and batch."""
 CHANGED_IN_PLACE = {"count", "autoscaling", "max_ongoing_turns", "graceful_shutdown_timeout_s"}
 """Settings that Serve applies to replicas that run."""
 
@@ -82,24 +77,20 @@ class Replica:
         method: str = "POST",
         session_key: str = "",
         prompt_key: str = "",
-        weight: float = 1.0,
-        kv_share: float = 1.0,
         **routing: Any,
     ) -> AsyncGenerator[dict[str, Any] | bytes, None]:
         """Answer one OpenAI request: ``{"status", "headers", "replica_id", "first"}``, then more pieces as they come.
 
         ``first`` is the body's first piece: each item by handle costs a millisecond.
 
-        ``weight`` and ``kv_share`` are the tenant's, ``routing`` is for the router only. Raises EngineUnavailableError
-        when the engine is gone; if nothing was yielded yet, the caller may try elsewhere.
+        ``routing`` is for the router only. Raises EngineUnavailableError when the engine is gone; if nothing was
+        yielded yet, the caller may try elsewhere.
         """
         if not self._state.can_serve:
             raise EngineUnavailableError("this replica's engine is being restarted")
         ended, started_s = self._state.engine_ended, time.monotonic()
         if session_key and prompt_key:
             self._state.prompt_groups.note(session_key, prompt_key)
-        if session_key and method == "POST":
-            body = with_terms(body, session_key, weight, kv_share)
         request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)
         head: ResponseHead | None = None
         first_piece_s: float | None = None
@@ -168,20 +159,6 @@ class Replica:
         await self._state.engine.shutdown()
         await self._store.close()
         self._state.metrics.close()
-
-
-def with_terms(body: bytes, session_key: str, weight: float, kv_share: float) -> bytes:
-    """The JSON object ``body`` with session and shares where the engine looks for them; other bodies as they are."""
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return body
-    if not isinstance(fields, dict):
-        return body
-    arguments = fields.get("vllm_xargs")
-    terms = {SESSION_FIELD: session_key, WEIGHT_FIELD: weight, KV_SHARE_FIELD: kv_share}
-    fields["vllm_xargs"] = {**(arguments if isinstance(arguments, dict) else {}), **terms}
-    return json.dumps(fields).encode()
 
 
 def wisp_settings(replica: ReplicaSettings) -> WispSettings:

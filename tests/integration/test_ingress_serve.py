@@ -57,7 +57,7 @@ class Engine:
         if order == "die at home" and home == self._tag:
             os.kill(os.getpid(), 9)
         try:
-            head = {"status": 200, "headers": {}, "replica_id": self._tag}
+            head = {"status": 200, "headers": {}, "replica_id": self._tag, "first": b""}
             if not fields.get("stream"):
                 await asyncio.sleep(5 if order == "slowly" else 0)
                 text = "m" * (5 << 20) if order.startswith("much") else self._tag
@@ -266,8 +266,9 @@ async def test_the_replica_gets_only_what_is_allowed_with_the_tenant_s_salt(clie
     await chat(client, "look at this body", name="body")
     bodies = [body for _, bodies in await facts() for body in bodies]
     (body,) = [body for body in bodies if body["messages"][-1]["content"] == "look at this body"]
-    assert set(body) == {"model", "messages", "cache_salt"}
+    assert set(body) == {"model", "messages", "cache_salt", "vllm_xargs"}
     assert len(body["cache_salt"]) == 64
+    assert body["vllm_xargs"] == {"wisp_session": "a//body", "wisp_weight": 1.0, "wisp_kv_share": 1.0}
 
 
 async def test_bodies_and_answers_may_be_longer_than_grpc_s_default(client: openai.AsyncOpenAI) -> None:
@@ -277,7 +278,7 @@ async def test_bodies_and_answers_may_be_longer_than_grpc_s_default(client: open
 
 
 async def test_status_and_metrics(client: openai.AsyncOpenAI, service: str, valkey: Any) -> None:
-    await chat(client, "hello", name="shown")
+    await stream(client, "hello", name="shown")
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{service}/wisp/status")).status_code == 401
         deadline_s = time.monotonic() + 5

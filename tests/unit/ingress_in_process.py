@@ -40,13 +40,21 @@ def declare(tenant_id: str, key: str, **limits: Any) -> TenantSpec:
     return TenantSpec(tenant_id=tenant_id, key_sha256=(hashlib.sha256(key.encode()).hexdigest(),), **values)
 
 
+def as_sent(script: list[Any]) -> list[Any]:
+    """A script whose head brings the first piece with it; without one a replica sends no head."""
+    head, *rest = script
+    if not isinstance(head, dict) or "first" in head:
+        return script
+    return [{**head, "first": rest[0]}, *rest[1:]] if rest and isinstance(rest[0], bytes) else rest
+
+
 class Call:
     """One call by handle: yields or raises what its script says."""
 
     def __init__(self, script: list[Any], arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.is_cancelled = False
-        self._script = iter(script)
+        self._script = iter(as_sent(script))
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -131,15 +139,16 @@ class Service:
         )
         declared = [declare("a", KEY, **limits), declare("b", OTHER_KEY)]
         tenants = TenantDirectory(self.store, lambda: declared)
+        metrics = IngressMetrics(self.telemetry)
         self.gateway = Gateway(
             config,
             salt_secret="salt",
             tenants=tenants,
             store=self.store,
             limiter=TurnLimiter(self.store),
-            replicas=ReplicaClient(self.handle),
-            dedicated={"own": ReplicaClient(self.own_handle)},
-            metrics=IngressMetrics(self.telemetry),
+            replicas=ReplicaClient(self.handle, metrics.count_retry),
+            dedicated={"own": ReplicaClient(self.own_handle, metrics.count_retry)},
+            metrics=metrics,
         )
         cluster = Cluster(
             self.store,

@@ -64,6 +64,17 @@ def test_a_calibrated_engine_stands_for_the_one_that_was_recorded(service: Engin
     assert np.array_equal(np.argsort([m for m, _ in means]), np.argsort([s for _, s in means]))
 
 
+def test_turns_that_were_not_streamed_have_no_ttft_and_do_not_hinder(service: EngineModel) -> None:
+    recording = record(service, 4, seed=0)
+    recording.trace.turns["ttft_s"][::2] = np.nan
+    engine = calibration.calibrated_engine(recording, pass_tokens=service.pass_tokens)
+    result = calibration.replay(recording.trace, engine, split=calibration.starting_split(recording))
+    assert abs(calibration.compare(recording.trace, result).error) < 0.15
+    recording.trace.turns["ttft_s"] = np.nan
+    with pytest.raises(ConfigurationError, match="no turn was streamed"):
+        calibration.calibrated_engine(recording, pass_tokens=service.pass_tokens)
+
+
 def test_misses_of_a_pass_are_a_line_over_its_tokens_and_never_below_none() -> None:
     def at(tokens: float, misses: float) -> ReplicaSnapshot:
         by_cap = tuple(misses * (8 - cap) for cap in range(9))

@@ -13,7 +13,7 @@ import pytest
 
 from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.environment import replica_environment
-from services.replica.deployment import wisp_settings, with_terms
+from services.replica.deployment import wisp_settings
 from services.secret_files import ServiceSecrets, read_or_create, replace_secret, secret_path, tenant_spec, tenant_specs
 from wisp_core.errors import ConfigurationError
 
@@ -155,14 +155,6 @@ def test_a_key_file_that_cannot_be_read_is_named_by_its_setting(tmp_path: Path) 
     )
     with pytest.raises(ConfigurationError, match=r"^tenants\.1\.key_file: .*bad\.key: "):
         tenant_specs(config)
-
-
-def test_the_session_reaches_the_engine_whatever_the_client_sent() -> None:
-    sent = {"model": "m", "vllm_xargs": {"wisp_session": "other", "wisp_weight": 1000, "a": 1}}
-    body = json.loads(with_terms(json.dumps(sent).encode(), "t/u/s", 2.0, 0.5))
-    assert body["vllm_xargs"] == {"wisp_session": "t/u/s", "wisp_weight": 2.0, "wisp_kv_share": 0.5, "a": 1}
-    assert with_terms(b"no json", "t/u/s", 1.0, 1.0) == b"no json"
-    assert with_terms(b"[1]", "t/u/s", 1.0, 1.0) == b"[1]"
 
 
 def test_replica_settings_become_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ async def test_a_turn_is_recorded_with_what_the_engine_counted(service: Service)
     (usage,) = await service.store.list_sessions(10)
     assert (usage.session_key, usage.replica_id, usage.turns, usage.failed_turns) == ("a//s1", "r1", 1, 0)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (7, 4, 3)
-    assert usage.ttft_turns == 1
+    assert usage.ttft_turns == 0, "nobody sees a first token of a whole answer"
+    assert usage.decode_s > 0
+    assert "wisp_ingress_ttft_seconds_count" not in service.telemetry.scrape()
     assert 'wisp_ingress_turns_total{status="200",tenant="a"} 1.0' in service.telemetry.scrape()
 
 
@@ -56,14 +58,15 @@ async def test_a_stream_passes_in_pieces_and_shows_usage_only_if_asked(service: 
     assert reply.body.endswith(b"data: [DONE]\n\n")
     assert reply.body.startswith(EVENTS[0])
     (usage,) = await service.store.list_sessions(10)
-    assert usage.completion_tokens == 3
+    assert (usage.completion_tokens, usage.ttft_turns) == (3, 1)
+    assert 'wisp_ingress_ttft_seconds_count{tenant="a"} 1.0' in service.telemetry.scrape()
 
 
 async def test_the_engine_s_client_errors_come_in_openai_s_form(service: Service) -> None:
     message = "This model's maximum context length is 512 tokens."
     engine = {"error": {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
     for is_stream in (False, True):
-        service.handle.scripts = [[{"status": 400, "headers": {}}, json.dumps(engine).encode()]]
+        service.handle.scripts = [[{**HEAD, "status": 400}, json.dumps(engine).encode()]]
         reply = await service.chat(stream=is_stream)
         assert reply.status == 400
         assert reply.error == {
@@ -75,7 +78,7 @@ async def test_the_engine_s_client_errors_come_in_openai_s_form(service: Service
 
 
 async def test_the_engine_s_own_troubles_stay_inside(service: Service) -> None:
-    service.handle.scripts = [[{"status": 500, "headers": {}}, b'{"error": {"message": "Traceback /srv/secret"}}']]
+    service.handle.scripts = [[{**HEAD, "status": 500}, b'{"error": {"message": "Traceback /srv/secret"}}']]
     reply = await service.chat()
     assert reply.status == 500
     assert b"secret" not in reply.body

@@ -97,7 +97,8 @@ async def test_headers_of_the_inside_do_not_reach_a_replica(service: Service) ->
 
 async def test_weight_and_share_are_the_operator_s(service: Service) -> None:
     arguments = await sent_by(service, {**OTHER, "x-wisp-weight": "1000"})
-    assert (arguments["weight"], arguments["kv_share"]) == (1.0, 1.0)
+    terms = json.loads(arguments["body"])["vllm_xargs"]
+    assert terms == {"wisp_session": arguments["session_key"], "wisp_weight": 1.0, "wisp_kv_share": 1.0}
 
 
 async def test_bodies_and_headers_are_bounded(service: Service) -> None:

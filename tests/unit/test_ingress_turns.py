@@ -30,7 +30,7 @@ def service() -> Service:
         [EngineUnavailableError("gone")],
         [HEAD, RayActorError()],
         [RuntimeError("Unexpected error (StatusCode.UNKNOWN): Stream removed.")],
-        [{"status": 503, "headers": {}}, b"{}"],
+        [{**HEAD, "status": 503}, b"{}"],
     ],
 )
 async def test_a_turn_that_has_sent_nothing_is_tried_again(
@@ -50,9 +50,11 @@ async def test_a_turn_that_has_sent_nothing_is_tried_again(
 
 async def test_an_unstreamed_answer_lost_halfway_is_repeated(service: Service) -> None:
     whole = json.dumps(ANSWER).encode()
-    service.handle.scripts = [[HEAD, whole[:10], RayActorError()], [HEAD, whole]]
+    lost = [HEAD, whole[:10], RayActorError()]
+    service.handle.scripts = [lost, [RayActorError()], lost, [HEAD, whole]]
     reply = await service.chat()
     assert (reply.status, json.loads(reply.body)) == (200, ANSWER)
+    assert "wisp_ingress_retries_total 3.0" in service.telemetry.scrape()
 
 
 async def test_an_answer_that_comes_whole_with_its_head_waits_for_nothing_more(service: Service) -> None:
@@ -202,7 +204,7 @@ async def test_a_prompt_that_cannot_be_answered_costs_nothing() -> None:
     service = Service(tokens_per_minute=600)
     engine = json.dumps({"error": {"message": "too long"}}).encode()
     for _ in range(5):
-        service.handle.scripts = [[{"status": 400, "headers": {}}, engine]]
+        service.handle.scripts = [[{**HEAD, "status": 400}, engine]]
         assert (await service.chat(max_tokens=100_000)).status == 400
 
 

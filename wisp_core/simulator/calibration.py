@@ -101,6 +101,8 @@ def starting_split(recording: Recording) -> Split:
 def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
     if not recording.trace.has_measurements:
         raise ConfigurationError(f"{recording.trace.source}: its turns were not measured; use `wisp trace record`")
+    if not np.isfinite(recording.trace.turns["ttft_s"]).any():
+        raise ConfigurationError(f"{recording.trace.source}: no turn was streamed, so no TTFT is known")
     fitted = [one for one in recording.snapshots if one.fit.num_samples and one.prefill_misses_by_cap]
     if not fitted:
         raise ConfigurationError(f"{recording.trace.source}: no snapshot has fitted costs; record under load")
@@ -149,7 +151,7 @@ def _mean(snapshots: list[ReplicaSnapshot], name: str) -> float:
 
 def _token_s(trace: Trace) -> float:
     """Seconds per output token after the first."""
-    turns = trace.turns
+    turns = trace.turns[np.isfinite(trace.turns["ttft_s"])]
     return float((turns["duration_s"] - turns["ttft_s"]).sum() / (turns["output_tokens"] - 1).clip(min=0).sum())
 
 

@@ -20,7 +20,7 @@ def usage_fields(turn: TurnRecord) -> dict[str, float]:
         "completion_tokens": turn.completion_tokens,
         "ttft_turns": int(turn.ttft_s is not None),
         "ttft_sum_s": turn.ttft_s or 0.0,
-        "decode_s": 0.0 if turn.ttft_s is None else max(0.0, turn.duration_s - turn.ttft_s),
+        "decode_s": max(0.0, turn.duration_s - (turn.ttft_s or 0.0)) if turn.completion_tokens else 0.0,
     }
 
 
