@@ -73,6 +73,7 @@ def test_a_long_turn_of_a_bounded_tenant_starts_before_shorter_ones_that_came_la
         request = turn(name, "bounded")
         request.sampling_params.extra_args["wisp_kv_share"] = 0.5
         request.num_prompt_tokens, request.max_tokens, request.is_prefill_chunk = 16 * num_blocks, 0, False
+        request.structured_output_request = None
         turns.add(request)
         scheduler.waiting.append(request)
 

@@ -29,6 +29,7 @@ class Turn:
         self.num_prompt_tokens, self.max_tokens = prompt, answer
         self.num_computed, self.num_answered = 0, 0
         self.next_decode_eligible_step, self.is_prefill_chunk = 0, False
+        self.structured_output_request = None
         self.first_s = 0.0
 
 

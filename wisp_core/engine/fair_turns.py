@@ -61,6 +61,11 @@ class FairTurns:
         self._steps: deque[_Step] = deque()
         self._held: frozenset[str] = frozenset()
         self._is_stalled = False
+        self._first: str | None = None
+        """Whose prompts the step that is decided now is left to."""
+        self._first_prompts: frozenset[str] = frozenset()
+        self._passed_over: str | None = None
+        """To whom the last step was left in vain: it computed none of these prompts, for want of blocks, say."""
 
     def add(self, request: Any) -> None:
         """A turn came."""
@@ -88,57 +93,62 @@ class FairTurns:
         recent use, each tenant's own turns as they were.
         """
         scheduler, waiting = self._scheduler, self._scheduler.waiting
-        self._held = frozenset()
+        self._held, self._first, self._first_prompts = frozenset(), None, frozenset()
         if not isinstance(waiting, deque) or (len(self._num_turns) < 2 and self._num_bounded == 0):
             return []  # Another order than first come, first served was asked of vLLM; or there is nothing to share.
+        admissible, refused = self._part(sorted(waiting, key=self._used_s))
         # A step for which nothing was left must not be followed by another: whoever is behind cannot run.
-        first: str | None = None
         if not self._is_stalled:
             self._held = self._share.held(self._num_turns.keys(), time.monotonic())
-            first = self._first_to_prefill()
+            self._leave_to_first(admissible)
         if len(self._num_turns) > 1:
             # When blocks run out, vLLM takes those of the last one.
             scheduler.running.sort(key=self._used_s)
             for request in scheduler.running:
-                if self._is_put_off(request, first):
+                if self._is_put_off(request):
                     # vLLM counts the step up before it compares.
                     request.next_decode_eligible_step = scheduler.current_step + 2
         if not waiting:
             return []
-        shown, hidden = self._choose(sorted(waiting, key=self._used_s), first)
         waiting.clear()
-        waiting.extend(shown)
-        return hidden
-
-    def _first_to_prefill(self) -> str | None:
-        """The tenant with prompts to compute that used least lately; a step computes those of no one far above it."""
-        prompts = [*self._scheduler.waiting, *(one for one in self._scheduler.running if one.is_prefill_chunk)]
-        tenants = {self._tenant(request) for request in prompts} - self._held
-        return min(tenants, key=self._share.used_s, default=None)
-
-    def _is_put_off(self, request: Any, first: str | None) -> bool:
-        return self._tenant(request) in self._held or (request.is_prefill_chunk and not self._may_join(request, first))
-
-    def _may_join(self, request: Any, first: str | None) -> bool:
-        """Whether a step may compute this turn's prompt."""
-        if first is None:
-            return True
-        return not self._share.is_trial and self._share.may_join(self._tenant(request), first)
-
-    def _choose(self, waiting: list[Any], first: str | None) -> tuple[list[Any], list[Any]]:
-        """Split the waiting turns into those that may start now and the others."""
-        rooms = _Rooms(self._scheduler, self._terms)
-        shown: list[Any] = []
         hidden: list[Any] = []
+        for request in admissible:
+            may_start = self._tenant(request) not in self._held and self._may_join(request)
+            (waiting if may_start else hidden).append(request)
+        return hidden + refused
+
+    def _part(self, waiting: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Split the waiting turns into those that their tenant's share has room for and the others."""
+        rooms = _Rooms(self._scheduler, self._terms)
+        admissible: list[Any] = []
+        refused: list[Any] = []
         for request in waiting:
             terms = self._terms[request.request_id]
-            may_start = (
-                terms.tenant not in self._held
-                and self._may_join(request, first)
-                and (terms.kv_share >= 1.0 or rooms.take(request, terms))
-            )
-            (shown if may_start else hidden).append(request)
-        return shown, hidden
+            (admissible if terms.kv_share >= 1.0 or rooms.take(request, terms) else refused).append(request)
+        return admissible, refused
+
+    def _leave_to_first(self, admissible: list[Any]) -> None:
+        """Leave the step to the prompts of the tenant that used least lately: those of nobody far above are computed.
+
+        Only prompts that the step can compute count, or others would wait for nothing. What else keeps vLLM from
+        taking one shows once a step was left to it in vain; then the next step is left to others.
+        """
+        scheduler = self._scheduler
+        prompts = [request for request in scheduler.running if request.is_prefill_chunk]
+        if len(scheduler.running) < scheduler.max_num_running_reqs:
+            prompts += [request for request in admissible if not _waits_for_grammar(request)]
+        tenants = {self._tenant(request) for request in prompts} - self._held - {self._passed_over}
+        self._first = min(tenants, key=self._share.used_s, default=None)
+        self._first_prompts = frozenset(one.request_id for one in prompts if self._tenant(one) == self._first)
+
+    def _is_put_off(self, request: Any) -> bool:
+        return self._tenant(request) in self._held or (request.is_prefill_chunk and not self._may_join(request))
+
+    def _may_join(self, request: Any) -> bool:
+        """Whether a step may compute this turn's prompt."""
+        if self._first is None:
+            return True
+        return not self._share.is_trial and self._share.may_join(self._tenant(request), self._first)
 
     def unhide(self, hidden: list[Any], output: Any) -> None:
         """After ``schedule``: put back what ``hide`` took out, and remember whose step this is."""
@@ -153,6 +163,8 @@ class FairTurns:
                 else StepPart(part.decode_tokens, part.prefill_tokens + num_tokens)
             )
         self._is_stalled = not parts and bool(self._held or hidden)
+        was_in_vain = not self._share.is_trial and self._first_prompts.isdisjoint(output.num_scheduled_tokens)
+        self._passed_over = self._first if was_in_vain else None
         if parts:
             self._steps.append(_Step(parts, self._held, frozenset(self._num_turns)))
 
@@ -166,6 +178,12 @@ class FairTurns:
 
     def _used_s(self, request: Any) -> float:
         return self._share.used_s(self._tenant(request))
+
+
+def _waits_for_grammar(request: Any) -> bool:
+    """Whether its grammar is still compiled, without which vLLM does not start it."""
+    structured = request.structured_output_request
+    return structured is not None and structured.grammar is None
 
 
 class _Rooms:
