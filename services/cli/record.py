@@ -45,11 +45,11 @@ def collect(service: _Service, duration_s: float, started_s: float) -> Recording
     last = service.read(_MAX_TURNS)
     _keep(snapshots, last)
     turns = [TurnRecord.model_validate(turn) for turn in last["turns"]]
-    trace = recording_of((turn for turn in turns if turn.at_s >= started_s), source=f"recorded from {service.url}")
-    return Recording(
-        trace=trace,
-        snapshots=tuple(snapshots[key] for key in sorted(snapshots, key=lambda key: key[1])),
-        signatures=tuple(Signature.model_validate(one) for one in last["signatures"]),
+    return recording_of(
+        (turn for turn in turns if turn.at_s >= started_s),
+        source=f"recorded from {service.url}",
+        snapshots=(snapshots[key] for key in sorted(snapshots, key=lambda key: key[1])),
+        signatures=(Signature.model_validate(one) for one in last["signatures"]),
     )
 
 

@@ -21,6 +21,7 @@ from wisp_core.simulator.expert_curves import ExpertCurves
 from wisp_core.simulator.trace import Trace, TraceTurn, trace_lines
 from wisp_core.simulator.trace_files import read_trace
 from wisp_core.tenant_contracts import TurnRecord
+from wisp_core.working_set.signature import UseRates, merge, use_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,25 @@ class Recording:
     snapshots: tuple[ReplicaSnapshot, ...] = ()
     """In the order of time, of all replicas."""
     signatures: tuple[Signature, ...] = ()
+    """Of the trace's sessions; the key is a session's number."""
+
+    def topic_rates(self) -> UseRates | None:
+        """Uses per decode token of each of the trace's topics, [topics, L, E]: those of its sessions together.
+
+        A topic of which no session was seen is taken to be like all. None without signatures.
+        """
+        turns, top_ks = self.trace.turns, {one.layout.top_k for one in self.snapshots}
+        topic_of = dict(zip(turns["session"].tolist(), turns["topic"].tolist(), strict=True))
+        seen: dict[int, list[Signature]] = {}
+        for one in self.signatures:
+            if one.decode_tokens and int(one.key) in topic_of:
+                seen.setdefault(topic_of[int(one.key)], []).append(one)
+        if not seen or len(top_ks) != 1:
+            return None
+        (top_k,) = top_ks
+        rates = {topic: use_rates(merge(str(topic), found), top_k) for topic, found in seen.items()}
+        mean: UseRates = np.mean(list(rates.values()), axis=0)
+        return np.stack([rates.get(topic, mean) for topic in range(self.trace.num_topics)])
 
     def matches(self, num_layers: int, num_experts: int, top_k: int) -> bool:
         """Whether its curves are those of a model with these experts."""
@@ -89,12 +109,19 @@ def _on_line(
     return lines
 
 
-def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:
-    """The trace of a service's finished turns. Raises ConfigurationError when there are none.
+def recording_of(
+    turns: Iterable[TurnRecord],
+    source: str,
+    *,
+    snapshots: Iterable[ReplicaSnapshot] = (),
+    signatures: Iterable[Signature] = (),
+) -> Recording:
+    """The recording of a service's finished turns. Raises ConfigurationError when there are none.
 
     Replicas are numbered in the order of their ids. Each session is a client: its first turn keeps its time, and
     between two of its turns lies what the client paused. A prompt that grew by at least the last answer continues the
-    conversation: what was there is its prefix. Failed turns and those without token counts are left out.
+    conversation: what was there is its prefix. Failed turns and those without token counts are left out. Signatures
+    come under their sessions' keys; others are left out.
     """
     good = [turn for turn in turns if not turn.is_failed and turn.prompt_tokens > 0 and turn.completion_tokens > 0]
     good.sort(key=lambda turn: turn.at_s - turn.duration_s)
@@ -129,7 +156,17 @@ def recording_of(turns: Iterable[TurnRecord], source: str) -> Trace:
                 replica=replicas.index(turn.replica_id),
             )
         )
-    return Trace.of(rows, tenants=tuple(numbers.names("tenant")), source=source)
+    sessions = {key: number for number, key in enumerate(numbers.names("session"))}
+    return Recording(
+        trace=Trace.of(rows, tenants=tuple(numbers.names("tenant")), source=source),
+        snapshots=tuple(snapshots),
+        signatures=tuple(numbered(one, sessions[one.key]) for one in signatures if one.key in sessions),
+    )
+
+
+def numbered(signature: Signature, session: int) -> Signature:
+    """``signature`` under its session's number: a recording holds no names."""
+    return signature.model_copy(update={"key": str(session)})
 
 
 class _Numbers:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from loadtests.bench.online.figures import TurnFigures
-from wisp_core.contracts import ReplicaSnapshot
-from wisp_core.simulator.recording import Recording
+from wisp_core.contracts import ReplicaSnapshot, Signature
+from wisp_core.simulator.recording import Recording, numbered
 from wisp_core.simulator.trace import Trace
 from wisp_core.tenant_contracts import TurnRecord
 
 
 def recording_of_way(
-    trace: Trace, turns: Sequence[TurnFigures], records: Sequence[TurnRecord], snapshots: Sequence[ReplicaSnapshot]
+    trace: Trace,
+    turns: Sequence[TurnFigures],
+    records: Sequence[TurnRecord],
+    snapshots: Sequence[ReplicaSnapshot],
+    signatures: Iterable[Signature] = (),
 ) -> Recording:
     """``trace`` with measured times, real lengths and replicas; turns that did not end, or failed, are left out.
 
@@ -27,13 +31,14 @@ def recording_of_way(
         turns: As the clients saw them; those of a session in their order.
         records: As the ingress saw them, which knows the replica; in any order.
         snapshots: Of all replicas, ascending in time.
+        signatures: Of the sessions, under their keys.
     """
     of_session: defaultdict[int, list[TurnFigures]] = defaultdict(list)
     for turn in turns:
         of_session[turn.session].append(turn)
     places: defaultdict[int, list[TurnRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.at_s):
-        places[int(record.session_key.rpartition("-")[2])].append(record)
+        places[_number(record.session_key)].append(record)
     replicas = sorted({record.replica_id for record in records})
     rows, is_kept, seen = trace.turns.copy(), np.zeros(len(trace), dtype=np.bool_), defaultdict[int, int](int)
     for index, session in enumerate(rows["session"].tolist()):
@@ -60,4 +65,13 @@ def recording_of_way(
         has_barriers=trace.has_barriers,
         source=trace.source,
     )
-    return Recording(trace=played, snapshots=tuple(snapshots))
+    return Recording(
+        trace=played,
+        snapshots=tuple(snapshots),
+        signatures=tuple(numbered(one, _number(one.key)) for one in signatures),
+    )
+
+
+def _number(session_key: str) -> int:
+    """Number of the session that the player named so."""
+    return int(session_key.rpartition("-")[2])

@@ -23,7 +23,7 @@ from services.app import Service
 from services.config import DampingSettings, PolicySettings, TenantSettings
 from services.preflight import checked_start
 from services.secret_files import read_or_create
-from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import WispError
 from wisp_core.model.tiny import write_tiny_model
 from wisp_core.simulator.recording import Recording, write_recording
@@ -112,11 +112,12 @@ class _Way:
         self._player: Player | None = None
         self._snapshots: list[ReplicaSnapshot] = []
         self._records: list[TurnRecord] = []
+        self._signatures: list[Signature] = []
 
     def recording(self) -> Recording:
         """What was played and reported, once `run` has ended."""
         assert self._player is not None
-        return recording_of_way(self._trace, self._player.figures, self._records, self._snapshots)
+        return recording_of_way(self._trace, self._player.figures, self._records, self._snapshots, self._signatures)
 
     async def run(self) -> Row:
         async with AsyncExitStack() as stack:
@@ -146,6 +147,8 @@ class _Way:
             after = await store.list_snapshots()
             records = await store.list_turns(TURN_LOG_LENGTH)
             self._records = [one for one in records if one.at_s >= since_s and not one.is_failed]
+            found = await store.read_signatures({one.session_key for one in self._records})
+            self._signatures = list(found.values())
             outcomes = [
                 outcome
                 for one in after
