@@ -1,61 +1,54 @@
-"""Texts of options as values."""
+"""Texts of options as values; a ValueError says what is wrong with one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from loadtests.bench.modes import Mode
-from wisp_core.errors import ConfigurationError
-
-T = TypeVar("T")
-
-
-def given(parse: Callable[[str], T], text: str | None) -> T | None:
-    """The value of an option that may be missing. Raises what ``parse`` does."""
-    return None if text is None else parse(text)
-
-
-def bytes_of(number: float | None, unit_bytes: float) -> int | None:
-    """Bytes of an option that counts in another unit and may be missing."""
-    return None if number is None else int(number * unit_bytes)
-
-
-def mode(name: str) -> Mode:
-    """The mode of that name. Raises ConfigurationError."""
-    try:
-        return Mode(name)
-    except ValueError:
-        raise ConfigurationError(f"no mode {name!r}: it is one of {', '.join(Mode)}") from None
-
-
-def modes(text: str) -> tuple[Mode, ...]:
-    """Modes between commas. Raises ConfigurationError."""
-    return tuple(mode(name) for name in text.split(","))
-
-
-def baselines(text: str) -> tuple[tuple[Mode, float], ...]:
-    """Modes, each with the share of experts on the device; empty for ``none``. Raises ConfigurationError."""
-    if text == "none":
-        return ()
-    pairs = (item.split(":") for item in text.split(","))
-    try:
-        return tuple((mode(name), float(share)) for name, share in pairs)
-    except ValueError as error:
-        raise ConfigurationError(f"--baselines {text}: write mode:share,mode:share ({error})") from error
 
 
 def floats(text: str) -> tuple[float, ...]:
-    """Numbers between commas. Raises ConfigurationError."""
-    try:
-        return tuple(float(item) for item in text.split(","))
-    except ValueError as error:
-        raise ConfigurationError(f"{text!r} is no list of numbers: {error}") from error
+    """Numbers between commas."""
+    return tuple(float(item) for item in text.split(","))
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Whole numbers between commas. Raises ConfigurationError."""
-    try:
-        return tuple(int(item) for item in text.split(","))
-    except ValueError as error:
-        raise ConfigurationError(f"{text!r} is no list of whole numbers: {error}") from error
+    """Whole numbers between commas."""
+    return tuple(int(item) for item in text.split(","))
+
+
+def caps(text: str) -> tuple[int, ...]:
+    """Slots per layer between commas; empty for ``none``."""
+    return () if text == "none" else integers(text)
+
+
+def gigabytes(text: str) -> int:
+    """Bytes of a number of 1e9 bytes."""
+    return int(float(text) * 1e9)
+
+
+def several_gigabytes(text: str) -> tuple[int, ...]:
+    """The same, between commas."""
+    return tuple(gigabytes(item) for item in text.split(","))
+
+
+def mebibytes(text: str) -> int:
+    """Bytes of a number of MiB."""
+    return int(float(text) * 2**20)
+
+
+def modes(text: str) -> tuple[Mode, ...]:
+    """Modes between commas."""
+    return tuple(_mode(name) for name in text.split(","))
+
+
+def baselines(text: str) -> tuple[tuple[Mode, float], ...]:
+    """Modes, each with the share of experts on the device; empty for ``none``."""
+    if text == "none":
+        return ()
+    pairs = (item.partition(":") for item in text.split(","))
+    return tuple((_mode(name), float(share)) for name, _, share in pairs)
+
+
+def _mode(name: str) -> Mode:
+    if name not in tuple(Mode):
+        raise ValueError(f"no mode {name!r}: it is one of {', '.join(Mode)}")
+    return Mode(name)

@@ -59,7 +59,7 @@ def prefetch_jobs(config: PrefetchConfig, model: Model) -> list[NamedJob]:
     return jobs
 
 
-def prefetch_summary(config: PrefetchConfig, rows: Sequence[Row]) -> dict[str, Any]:
+def prefetch_summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Time with guesses over time without, share of guesses that were used, and whether answers are equal."""
     good = [row for row in rows if "error" not in row]
     off = {(row["cap"], row["batch"]): row for row in good if row["prefetch"] == 0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.bench import cli, configs, prefetch
+from loadtests.bench import cli, configs
 from loadtests.bench.modes import Mode
 from loadtests.bench.prefetch import prefetch_h200
 from loadtests.report import Measured
@@ -20,7 +20,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Configurations that would have run, on a machine without a GPU."""
     found: list[Any] = []
     monkeypatch.setattr(configs, "is_gpu_machine", lambda: False)
-    monkeypatch.setattr(cli, "_run", lambda config, *_: found.append(config))
+    monkeypatch.setattr(cli, "_measure", lambda config, *_: found.append(config))
     return found
 
 
@@ -86,7 +86,7 @@ def test_an_option_changes_its_field_where_there_is_a_gpu(
     ran: list[Any], monkeypatch: pytest.MonkeyPatch, command: str, default: Any, changed: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(configs, "is_gpu_machine", lambda: True)
-    monkeypatch.setattr(prefetch, "concurrency_by_cap", lambda *_: {})
+    monkeypatch.setattr(cli, "concurrency_by_cap", lambda *_: {})
     with pytest.raises(SystemExit):
         cli.main(command.split())
     (config,) = ran
@@ -105,20 +105,9 @@ def test_latency_changes_both_configurations_and_runs_what_is_named(
 
     monkeypatch.setattr(configs, "is_gpu_machine", lambda: False)
     monkeypatch.setattr(cli, "run_jobs", run)
+    words = f"latency --cap 0.25,0.5 --prompts paged --only paged,resident --output {tmp_path}"
     with pytest.raises(SystemExit):
-        cli.main(
-            [
-                "latency",
-                "--cap",
-                "0.25,0.5",
-                "--prompts",
-                "paged",
-                "--only",
-                "paged,resident",
-                "--output",
-                str(tmp_path),
-            ]
-        )
+        cli.main(words.split())
     assert [job.engine.mode for _, job in jobs] == [Mode.PAGED, Mode.RESIDENT]
     experts = SHAPES[configs.decode_cpu().engine.model].experts
     assert jobs[0][1].decode.caps == (experts // 4, experts // 2)

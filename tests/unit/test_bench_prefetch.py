@@ -50,8 +50,8 @@ def row(guesses: int, ms: float, missed: float, fetched: int = 0, used: int = 0,
     }
 
 
-def test_guesses_are_compared_with_none(config: PrefetchConfig) -> None:
-    summary = prefetch_summary(config, [row(0, 10.0, 100.0), row(4, 15.0, 90.0, 80, 20), {"error": "x"}])
+def test_guesses_are_compared_with_none() -> None:
+    summary = prefetch_summary([row(0, 10.0, 100.0), row(4, 15.0, 90.0, 80, 20), {"error": "x"}])
     assert summary["compared"] == [
         {
             "cap": 8,
@@ -63,7 +63,7 @@ def test_guesses_are_compared_with_none(config: PrefetchConfig) -> None:
         }
     ]
     assert (summary["are_outputs_equal"], summary["failed_rows"]) == (True, 1)
-    assert not prefetch_summary(config, [row(0, 1, 1), row(4, 1, 1, answer="b")])["are_outputs_equal"]
+    assert not prefetch_summary([row(0, 1, 1), row(4, 1, 1, answer="b")])["are_outputs_equal"]
 
 
 def test_smaller_caps_leave_room_for_more_sessions(config: PrefetchConfig, model: Model) -> None:

@@ -24,4 +24,4 @@ def test_an_error_is_one_message_and_its_exit_code_is_passed_on() -> None:
     command = [sys.executable, "-m", "services.cli.main", "bench", "decode", "--cap", "many"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "wisp bench: 'many' is no list of numbers" in done.stderr
+    assert "Invalid value for '--cap'" in done.stderr

@@ -39,7 +39,9 @@ _BALLOON_COLUMNS = (
 
 def online(
     policy: Annotated[str, typer.Option(help="Divides the budget while the service runs, or none.")] = "mv_wsa",
-    caps: Annotated[str | None, typer.Option(help="Static splits beside it, slots per layer: 8,16; or none.")] = None,
+    caps: Annotated[
+        Any, typer.Option(parser=options.caps, metavar="TEXT", help="Static splits, slots per layer: 8,16; or none.")
+    ] = None,
     workflow: Annotated[str | None, typer.Option(help="One of loadtests.bench.online.workload.PHASES.")] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="Turns of the fixed set.")] = None,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
@@ -60,9 +62,7 @@ def online(
 
     Ways may run in processes of their own (--policy none --caps 16, and --caps none), and be merged afterwards.
     """
-    changes: dict[str, Any] = {"workflow": workflow, "num_turns": turns, "deadline_s": deadline_s}
-    if caps is not None:
-        changes["caps"] = () if caps == "none" else options.integers(caps)
+    changes = {"workflow": workflow, "num_turns": turns, "deadline_s": deadline_s, "caps": caps}
     given = {name: value for name, value in changes.items() if value is not None} | {"policy": policy, "seed": seed}
     of_one_engine = {
         "--model": model,
