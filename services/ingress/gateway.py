@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any
 
 from services.config import ServiceConfig
@@ -36,6 +36,8 @@ from wisp_core.tenant_contracts import Isolation, TenantSpec, TurnRecord
 
 logger = logging.getLogger(__name__)
 
+PARSED_HERE_BYTES = 64 << 10
+"""Larger bodies are parsed in a thread, one at a time: that can take a tenth of a second."""
 MAX_BUFFERED_BYTES = 4 << 20
 """Bytes of one answer that may wait for a slow client."""
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -77,6 +79,7 @@ class Gateway:
         self._dedicated = dedicated
         self._metrics = metrics
         self._estimator = PromptEstimator()
+        self._large_body = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._max_model_len = int(config.replica.engine.get("max_model_len") or DEFAULT_MAX_MODEL_LEN)
 
@@ -91,11 +94,12 @@ class Gateway:
 
     async def turn(self, path: str, headers: Mapping[str, str], raw: bytes, tenant: TenantSpec) -> Reply:
         """Answer one chat completion or completion. Raises ApiError."""
-        fields = fields_of.parse(path, raw)
-        if fields.model != self.model:
-            raise unknown_model(fields.model)
-        session = identify(tenant.tenant_id, fields.user, headers.get(SESSION_HEADER))
-        salt = cache_salt(self._salt_secret, tenant.tenant_id, headers.get(SALT_HEADER))
+        async with self.charging(tenant):
+            fields = await self._parse(path, raw)
+            if fields.model != self.model:
+                raise unknown_model(fields.model)
+            session = identify(tenant.tenant_id, fields.user, headers.get(SESSION_HEADER))
+            salt = cache_salt(self._salt_secret, tenant.tenant_id, headers.get(SALT_HEADER))
         running = await self._admit(tenant, session, fields)
         try:
             reply = await self._answer(path, running, salt)
@@ -105,6 +109,42 @@ class Gateway:
             raise
         ids = {SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id, REQUEST_HEADER: running.turn_id}
         return Reply(reply.status, {**reply.headers, **ids}, reply.body)
+
+    @contextlib.contextmanager
+    def arriving(self, tenant: TenantSpec) -> Iterator[None]:
+        """A request, from before its body is read until its answer is here. Raises ApiError (429)."""
+        try:
+            self._limiter.arrive(tenant)
+        except ApiError as error:
+            self._metrics.count_refusal(tenant.tenant_id, error.status)
+            raise
+        try:
+            yield
+        finally:
+            self._limiter.leave(tenant)
+
+    @contextlib.asynccontextmanager
+    async def charging(self, tenant: TenantSpec) -> AsyncIterator[None]:
+        """A request that is refused in here takes one of its tenant's; if none is left it is refused for that (429)."""
+        try:
+            yield
+        except ApiError as error:
+            turn_id = new_turn_id(tenant.tenant_id)
+            try:
+                await self._limiter.admit(tenant, turn_id, 0)
+            except ApiError as refused:
+                self._metrics.count_refusal(tenant.tenant_id, refused.status)
+                raise
+            finally:
+                self._spawn(self._limiter.settle(turn_id, 0))
+            self._metrics.count_refusal(tenant.tenant_id, error.status)
+            raise
+
+    async def _parse(self, path: str, raw: bytes) -> TurnFields:
+        if len(raw) <= PARSED_HERE_BYTES:
+            return fields_of.parse(path, raw)
+        async with self._large_body:
+            return await asyncio.to_thread(fields_of.parse, path, raw)
 
     async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
         prompt_tokens = self._estimator.tokens(tenant.tenant_id, fields)

@@ -104,8 +104,10 @@ def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
     async def turn(path: str, request: Request) -> Response:
         """One turn."""
         tenant = await gateway.authenticate(request.headers)
-        body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
-        reply = await _while_connected(request, gateway.turn(path, request.headers, body, tenant))
+        with gateway.arriving(tenant):
+            async with gateway.charging(tenant):
+                body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
+            reply = await _while_connected(request, gateway.turn(path, request.headers, body, tenant))
         if isinstance(reply.body, bytes):
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from services.ingress.errors import rate_limited
@@ -68,6 +68,27 @@ class TurnLimiter:
         self._running: dict[str, _Turn] = {}
         self._ended: dict[str, _Turn] = {}
         """Turns that have ended, but may still be counted as running."""
+        self._arriving: Counter[str] = Counter()
+        self._next_request_s: dict[str, tuple[int, float]] = {}
+        """Until when a tenant has no request left, Unix time, and of how many per minute."""
+
+    def arrive(self, tenant: TenantSpec) -> None:
+        """Let a request in, before its body is read; ``leave`` when its answer is here. Raises ApiError (429).
+
+        Decided by what this process knows, before the request has cost anything: no more of a tenant's requests are
+        here at once than it may have turns, and none while it is known to have none left.
+        """
+        tenant_id, now_s = tenant.tenant_id, time.time()
+        per_minute, next_s = self._next_request_s.get(tenant_id, (0, 0.0))
+        if now_s < next_s and per_minute == tenant.requests_per_minute:
+            raise rate_limited(Admission(False, next_s - now_s, Limit.REQUESTS), per_minute, 1)
+        if self._arriving[tenant_id] >= tenant.max_concurrent_turns:
+            raise rate_limited(Admission(False, 1.0, Limit.TURNS), tenant.max_concurrent_turns, 1)
+        self._arriving[tenant_id] += 1
+
+    def leave(self, tenant: TenantSpec) -> None:
+        """A request that was let in has its answer, or the beginning of it."""
+        self._arriving[tenant.tenant_id] -= 1
 
     async def admit(
         self, tenant: TenantSpec, turn_id: str, tokens: int, session_key: str = "", *, num_choices: int = 1
@@ -100,6 +121,9 @@ class TurnLimiter:
             Limit.TURNS: (tenant.max_concurrent_turns, num_choices),
         }
         assert admission.which is not None
+        if admission.which is Limit.REQUESTS and admission.retry_after_s is not None:
+            next_s = time.time() + admission.retry_after_s
+            self._next_request_s[tenant.tenant_id] = (tenant.requests_per_minute, next_s)
         raise rate_limited(admission, *limits[admission.which])
 
     async def _ask(self, request: TurnRequest) -> Admission:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
-from services.ingress.chat_fields import ChatFields, CommonFields, CompletionFields
+from services.ingress.chat_fields import MAX_MESSAGES, ChatFields, CommonFields, CompletionFields
 from services.ingress.errors import ApiError, bad_request
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
-MAX_DEPTH = 64
-"""Levels of nesting of a body. OpenAI's schemas have at most ten; serializers and grammar compilers recurse."""
+MAX_NAMED_ERRORS = 100
+"""A body with more faults is not told the first: to list them takes longer than to find them."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
@@ -75,8 +76,9 @@ def parse(path: str, raw: bytes) -> TurnFields:
         elif name not in allowed:
             raise bad_request(f"Unknown parameter: '{name[:64]}'.", param=name[:64], code="unknown_parameter")
     body = {name: value for name, value in body.items() if value is not None}
-    if isinstance(body.get("messages"), list):
-        body["messages"] = [_clean_message(index, message) for index, message in enumerate(body["messages"])]
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        body["messages"] = [_clean_message(index, message) for index, message in enumerate(messages)]
     try:
         fields = _FIELDS[path].model_validate(body)
     except ValidationError as error:
@@ -90,29 +92,13 @@ def _unsupported(name: str, why: str) -> ApiError:
 
 def _load(raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
-        # A lone surrogate parses, but is no text: encoding finds it.
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise bad_request("The body is not valid JSON in UTF-8.") from error
+        # Unlike json it refuses lone surrogates, NaN and depths at which others recurse too far.
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request("The body is not valid JSON in UTF-8, or is nested too deep.") from error
     if not isinstance(body, dict):
         raise bad_request("The body must be a JSON object.")
-    if _is_deeper(body, MAX_DEPTH):
-        raise bad_request(f"The body is nested deeper than {MAX_DEPTH} levels.")
     return body
-
-
-def _is_deeper(value: dict[str, Any] | list[Any], limit: int) -> bool:
-    """Whether containers are nested more than ``limit`` deep, ``value`` included; does not recurse."""
-    level: list[Any] = [value]
-    for _ in range(limit):
-        children = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-        level = [child for child in children if isinstance(child, dict | list)]
-    return bool(level)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _clean_message(index: int, message: Any) -> Any:
@@ -137,6 +123,8 @@ def _clean_message(index: int, message: Any) -> Any:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
+    if error.error_count() > MAX_NAMED_ERRORS:
+        raise bad_request(f"The body has {error.error_count()} unknown parameters or invalid values.")
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = _param(first["loc"])
     if first["type"] == "missing":

@@ -1,0 +1,150 @@
+"""What is refused costs the service little, and its tenant a request; bodies wait in bounded number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from ingress_in_process import ANSWER, HEAD, KEY, OTHER_KEY, Reply, Service
+from pydantic import ValidationError
+
+from services.ingress import request_fields
+from services.ingress.errors import ApiError
+from services.ingress.gateway import PARSED_HERE_BYTES
+from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH, MAX_NAMED_ERRORS, parse
+
+NEVER = 5.0
+"""Seconds that no test waits: a body that comes this late is not read."""
+
+
+async def send(service: Service, *body: bytes | float, key: str = KEY) -> Reply:
+    headers = {"authorization": f"Bearer {key}"}
+    return await service.request(COMPLETIONS_PATH, list(body), method="POST", headers=headers)
+
+
+async def test_each_refused_request_is_one_of_its_tenant_s() -> None:
+    service = Service(requests_per_minute=5)
+    assert (await service.chat(temperature=9)).status == 400
+    assert (await service.chat(model="gpt-9")).status == 404
+    assert (await service.chat(headers={"x-session-id": "no id"})).status == 400
+    assert (await send(service, *[b"x" * 4000] * 5)).status == 413
+    assert (await send(service, b"{", NEVER)).status == 408
+    reply = await service.chat()
+    assert (reply.status, reply.error["type"], reply.headers["retry-after"]) == (429, "requests", "12")
+    shown = service.telemetry.scrape()
+    for status, count in (("400", 2), ("404", 1), ("413", 1), ("408", 1), ("429", 1)):
+        assert f'wisp_ingress_turns_total{{status="{status}",tenant="a"}} {count}.0' in shown
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat(headers={"authorization": f"Bearer {OTHER_KEY}"})).status == 200
+    assert not service.store._turns["a"], "a refused request holds no place"
+
+
+async def test_no_body_is_read_of_a_tenant_that_has_no_request_left() -> None:
+    service = Service(requests_per_minute=1)
+    assert (await send(service, b"no json")).status == 400
+    assert (await send(service, b"no json")).status == 429, "this one was read"
+    reply = await send(service, NEVER, b"{}")
+    assert (reply.status, reply.error["type"], reply.headers["retry-after"]) == (429, "requests", "60")
+    assert 'wisp_ingress_turns_total{status="429",tenant="a"} 2.0' in service.telemetry.scrape()
+    await service.tenants.refresh()
+    assert (await service.admin("/wisp/tenants/a", "PATCH", requests_per_minute=100)).status == 200
+    assert (await service.chat()).headers["retry-after"] == "1", "a limit that was raised holds at once"
+
+
+async def test_no_more_bodies_wait_than_their_tenant_may_have_turns() -> None:
+    service = Service(max_concurrent_turns=2)
+    waiting = [asyncio.create_task(send(service, b"{", 0.1, b"}")) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    reply = await send(service, NEVER, b"{}")
+    assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+    assert "concurrent turns: limit 2" in reply.error["message"]
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]] * 2
+    assert (await service.chat(headers={"authorization": f"Bearer {OTHER_KEY}"})).status == 200
+    assert [reply.status for reply in await asyncio.gather(*waiting)] == [400, 400]
+    assert (await service.chat()).status == 200
+
+
+async def test_clients_that_leave_while_their_body_is_read_make_room() -> None:
+    service = Service(max_concurrent_turns=1)
+    leaving = asyncio.create_task(send(service, b"{", NEVER))
+    await asyncio.sleep(0.02)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_large_bodies_are_parsed_beside_the_event_loop_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    service, threads, at_once = Service(tokens_per_minute=1_000_000), list[threading.Thread](), list[int]()
+
+    def parse_slowly(path: str, raw: bytes) -> Any:
+        threads.append(threading.current_thread())
+        at_once.append(1)
+        time.sleep(0.02)
+        assert at_once == [1]
+        at_once.clear()
+        return parse(path, raw)
+
+    monkeypatch.setattr(request_fields, "parse", parse_slowly)
+    text = "x" * (PARSED_HERE_BYTES if is_large else 10)
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
+    tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]] * 3
+    turns = [asyncio.create_task(service.gateway.turn(CHAT_PATH, {}, body, tenant)) for _ in range(3)]
+    assert [reply.status for reply in await asyncio.gather(*turns)] == [200] * 3
+    await service.gateway.drain()
+    assert [thread is not threading.main_thread() for thread in threads] == [is_large] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS_PATH, {"prompt": [{}] * 1000}),
+        (COMPLETIONS_PATH, {"prompt": [-1] * 1000}),
+        (COMPLETIONS_PATH, {"prompt": [[1]] * 1000}),
+        (COMPLETIONS_PATH, {"prompt": [["a"] * 1000] * 30}),
+        (COMPLETIONS_PATH, {"prompt": "x", "stop": [1] * 1000}),
+        (COMPLETIONS_PATH, {"prompt": "x", "logit_bias": {f"x{number}": 1 for number in range(1000)}}),
+        (CHAT_PATH, {"messages": [{"a": {}}] * 1000}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{}] * 200}] * 100}),
+        (CHAT_PATH, {"messages": [{"role": "assistant", "tool_calls": [{}] * 1000}]}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * 1000}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "modalities": [1] * 1000}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "metadata": {str(n): n for n in range(1000)}}),
+    ],
+)
+def test_what_is_long_and_wrong_is_refused_at_its_first_fault(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    faults: list[int] = []
+    refuse = request_fields._refuse
+
+    def count(error: ValidationError) -> None:
+        faults.append(error.error_count())
+        refuse(error)
+
+    monkeypatch.setattr(request_fields, "_refuse", count)
+    with pytest.raises(ApiError, match=r"Invalid value|Missing"):
+        parse(path, json.dumps({"model": "m", **fields}).encode())
+    assert faults[0] <= 5
+
+
+def test_too_many_messages_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_fields, "_clean_message", lambda index, message: pytest.fail("looked at one"))
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}] * 4097}
+    with pytest.raises(ApiError, match="at most 4096 items"):
+        parse(CHAT_PATH, json.dumps(body).encode())
+
+
+def test_a_great_many_unknown_fields_are_not_listed() -> None:
+    message = {"role": "user", "content": "x", **{f"x{number}": 1 for number in range(MAX_NAMED_ERRORS + 1)}}
+    with pytest.raises(ApiError, match="has 101 unknown parameters") as caught:
+        parse(CHAT_PATH, json.dumps({"model": "m", "messages": [message]}).encode())
+    assert caught.value.status == 400
