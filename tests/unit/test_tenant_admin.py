@@ -98,7 +98,7 @@ async def test_limits_change_while_the_service_runs(service: Service) -> None:
     limits = json.loads(reply.body)
     assert (limits["requests_per_minute"], limits["weight"], limits["tokens_per_minute"]) == (1, 0.5, 10_000)
     assert await status_with(service, KEY) == 200
-    assert service.handle.calls[-1].arguments["weight"] == 0.5
+    assert json.loads(service.handle.calls[-1].arguments["body"])["vllm_xargs"]["wisp_weight"] == 0.5
     assert (await service.chat()).status == 429
     assert await status_with(service, OTHER_KEY) == 200
 
