@@ -15,15 +15,18 @@ from wisp_core.demand.reuse import PrefixReuse, StackDistances
 from wisp_core.demand.turn_window import TurnWindow
 
 
-@given(st.lists(st.integers(0, 9), max_size=80), st.integers(1, 6))
-def test_distances_are_places_in_the_lru_stack(keys: list[int], max_keys: int) -> None:
-    stack: list[int] = []
-    distances = StackDistances(max_keys)
-    for key in keys:
-        expected = stack.index(key) + 1 if key in stack else None
-        assert distances.distance(key) == expected
-        distances.touch(key)
-        stack = [key, *(other for other in stack if other != key)][:max_keys]
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), max_size=600), st.sampled_from([3, 6, None]))
+def test_distances_are_the_weight_above_in_the_lru_stack(uses: list[tuple[int, int]], max_weight: int | None) -> None:
+    stack: list[tuple[int, int]] = []
+    distances = StackDistances(max_weight)
+    for key, weight in uses:
+        known = [other for other, _ in stack]
+        above = sum(w for _, w in stack[: known.index(key)]) if key in known else None
+        assert distances.since(key) == above
+        distances.touch(key, weight)
+        stack = [(key, weight), *((other, w) for other, w in stack if other != key)]
+        while max_weight is not None and sum(w for _, w in stack) > max_weight:
+            stack.pop()
         assert len(distances) == len(stack)
 
 
@@ -55,6 +58,18 @@ def blocks(name: str, count: int) -> list[tuple[str, int]]:
 
 def whole(hashes: list[tuple[str, int]]) -> dict[str, int]:
     return {"num_reusable": len(hashes), "prompt_tokens": 16 * len(hashes)}
+
+
+def test_of_a_long_prompt_a_few_keys_tell_what_its_blocks_would() -> None:
+    meter = Meter(max_blocks=20_000)
+    prompt, num_others = blocks("a", 8_000), 3_000
+    meter.run(prompt)
+    meter.run(blocks("b", num_others))
+    assert len(meter.reuse._distances) < 2_000
+    meter.run([*prompt[:5_003], *blocks("c", 400)])
+    bins = meter.bins()
+    assert sum(b.tokens_per_s for b in bins) * 10 == 5_000 * 16, "whole groups of 8 blocks behind the first 256"
+    assert [b.blocks for b in bins if b.turns_per_s] == pytest.approx([num_others + 5_000], rel=0.1)
 
 
 def test_a_first_turn_reuses_nothing() -> None:

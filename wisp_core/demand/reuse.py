@@ -2,7 +2,8 @@
 
 The stack distance of a block is its place in the list of distinct blocks by last use, so a cache of at least that
 many blocks would still hold it (Mattson et al., 1970). A prefix is a chain: block ``i`` helps only while blocks
-``0..i`` are all there, so its effective distance is the largest among them.
+``0..i`` are all there, so its effective distance is the largest among them. Far behind in a long prompt one key stands
+for several blocks: all of this is paid by the scheduler, block by block, while nothing is decoded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import numpy.typing as npt
 from wisp_core.contracts import ReuseBin
 
 _STEPS_PER_OCTAVE = 8
+_FINE_BLOCKS = 256
+"""Blocks of a prompt that are looked at one by one; behind them,"""
+_COARSE_BLOCKS = 8
+"""so many at a time. Fewer at the end are left out."""
 _LEAST_TOKENS_PER_S = 1e-3
 """Reuse rarer than this is forgotten: a bin that only fades would be sent for ever."""
 
@@ -25,55 +30,61 @@ Saved = npt.NDArray[np.float64]
 
 
 class StackDistances:
-    """Distinct keys by last use, with the place of each in O(log n); remembers the ``max_keys`` most recent."""
+    """Keys by last use, each of some weight, and the weight of those used since a key was, in O(log n)."""
 
-    def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._slot_of: dict[Hashable, int] = {}  # in order of last use
-        self._tree = [0] * (2 * max_keys + 1)  # Fenwick tree: 1 at each slot in use
+    def __init__(self, max_weight: int | None = None) -> None:
+        """Remember the most recent keys, up to ``max_weight`` together; None: all."""
+        self._max_weight = max_weight
+        self._entries: dict[Hashable, tuple[int, int]] = {}  # slot and weight, in order of last use
+        self._tree = [0] * 257  # Fenwick tree: weights by slot
         self._next_slot = 1
+        self._total = 0
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._entries)
 
-    def distance(self, key: Hashable) -> int | None:
-        """Distinct keys used since, the key itself included: 1 for the last one used. None when not remembered."""
-        slot = self._slot_of.get(key)
-        return None if slot is None else len(self._slot_of) - self._count_up_to(slot) + 1
+    def since(self, key: Hashable) -> int | None:
+        """Weight of the other keys used since ``key`` was: 0 for the last one used. None when not remembered."""
+        entry = self._entries.get(key)
+        return None if entry is None else self._total - self._sum_to(entry[0])
 
-    def touch(self, key: Hashable) -> None:
-        """Make ``key`` the most recent one."""
-        slot = self._slot_of.pop(key, None)
-        if slot is not None:
-            self._add(slot, -1)
-        elif len(self._slot_of) == self._max_keys:
-            oldest = next(iter(self._slot_of))
-            self._add(self._slot_of.pop(oldest), -1)
+    def touch(self, key: Hashable, weight: int = 1) -> None:
+        """Make ``key``, of this weight from now on, the most recent one."""
+        self._remove(key)
+        while self._max_weight is not None and self._entries and self._total + weight > self._max_weight:
+            self._remove(next(iter(self._entries)))
         if self._next_slot == len(self._tree):
             self._renumber()
-        self._slot_of[key] = self._next_slot
-        self._add(self._next_slot, 1)
+        self._entries[key] = (self._next_slot, weight)
+        self._add(self._next_slot, weight)
+        self._total += weight
         self._next_slot += 1
 
+    def _remove(self, key: Hashable) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            slot, weight = entry
+            self._add(slot, -weight)
+            self._total -= weight
+
     def _renumber(self) -> None:
-        keys = list(self._slot_of)
-        self._tree = [0] * len(self._tree)
-        for slot, key in enumerate(keys, start=1):
-            self._slot_of[key] = slot
-            self._add(slot, 1)
-        self._next_slot = len(keys) + 1
+        self._tree = [0] * max(len(self._tree), 2 * len(self._entries) + 2)
+        for slot, (key, (_, weight)) in enumerate(self._entries.items(), start=1):
+            self._entries[key] = (slot, weight)
+            self._add(slot, weight)
+        self._next_slot = len(self._entries) + 1
 
     def _add(self, slot: int, change: int) -> None:
-        while slot < len(self._tree):
-            self._tree[slot] += change
+        tree, size = self._tree, len(self._tree)
+        while slot < size:
+            tree[slot] += change
             slot += slot & -slot
 
-    def _count_up_to(self, slot: int) -> int:
-        count = 0
+    def _sum_to(self, slot: int) -> int:
+        tree, total = self._tree, 0
         while slot > 0:
-            count += self._tree[slot]
+            total += tree[slot]
             slot -= slot & -slot
-        return count
+        return total
 
 
 class PrefixReuse:
@@ -106,7 +117,7 @@ class PrefixReuse:
         saved = self.saved(block_hashes, num_reusable=num_reusable, prompt_tokens=prompt_tokens)
         self.touch(block_hashes)
         if block_hashes:
-            self._running[turn] = (block_hashes[-1], len(block_hashes))
+            self._running[turn] = (_keys(block_hashes)[-1][0], len(block_hashes))
         return saved
 
     def saved(
@@ -138,8 +149,8 @@ class PrefixReuse:
 
     def touch(self, block_hashes: Sequence[Hashable]) -> None:
         """Note a use without reuse."""
-        for block_hash in reversed(block_hashes):
-            self._distances.touch(block_hash)
+        for block_hash, num_blocks in reversed(_keys(block_hashes)):
+            self._distances.touch(block_hash, num_blocks)
 
     def bins(self, rates: Saved) -> tuple[ReuseBin, ...]:
         """``rates``, sums of what `admit` returned over seconds, as bins."""
@@ -164,26 +175,33 @@ class PrefixReuse:
         by_edge: list[int] = []
         held = self._held_since_before(block_hashes[0]) if block_hashes else 0
         deepest = 0
-        for block_hash in block_hashes:
-            distance = self._distances.distance(block_hash)
-            if distance is None:
+        for block_hash, num_blocks in _keys(block_hashes):
+            since = self._distances.since(block_hash)
+            if since is None:
                 break
-            deepest = max(deepest, distance)
+            deepest = max(deepest, since + num_blocks)
             edge = min(bisect_left(self.edges, deepest + held), len(self.edges) - 1)
             by_edge.extend([0] * (edge + 1 - len(by_edge)))
-            by_edge[edge] += self._block_tokens
+            by_edge[edge] += num_blocks * self._block_tokens
         return by_edge
 
     def _held_since_before(self, block_hash: Hashable) -> int:
         """Blocks of running turns that were touched before ``block_hash`` was, and so are not in its distance."""
-        since = self._distances.distance(block_hash)
+        since = self._distances.since(block_hash)
         if since is None:
             return 0
         held = 0
         for oldest, num_blocks in self._running.values():
-            distance = self._distances.distance(oldest)
-            held += num_blocks if distance is None or distance > since else 0
+            oldest_since = self._distances.since(oldest)
+            held += num_blocks if oldest_since is None or oldest_since > since else 0
         return held
+
+
+def _keys(block_hashes: Sequence[Hashable]) -> list[tuple[Hashable, int]]:
+    """Hashes that are looked at, first to last, and how many blocks each stands for: those up to its own."""
+    fine = [(block_hash, 1) for block_hash in block_hashes[:_FINE_BLOCKS]]
+    coarse = block_hashes[_FINE_BLOCKS + _COARSE_BLOCKS - 1 :: _COARSE_BLOCKS]
+    return fine + [(block_hash, _COARSE_BLOCKS) for block_hash in coarse]
 
 
 def passes_of(num_tokens: int, pass_tokens: int) -> int:

@@ -54,7 +54,6 @@ class WispSchedulerMixin:
             "deflate": self._wisp_deflate,
             "take": self._wisp_take,
             "give": self._wisp_balloon.give,
-            "floor": self._wisp_meter.floor_blocks,
             "expect": self._wisp_gate.learn,
             "stat": self._wisp_stat,
             "check_integrity": self._wisp_balloon.check_integrity,
@@ -117,8 +116,7 @@ class WispSchedulerMixin:
         self._wisp_turns.unhide(hidden, output)
         if output.total_num_scheduled_tokens:
             self._wisp_steps.note_start(started_s)
-        if output.scheduled_new_reqs:
-            self._wisp_meter.note_admitted([new.req_id for new in output.scheduled_new_reqs])
+        self._wisp_meter.note_scheduled(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +131,9 @@ class WispSchedulerMixin:
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        lost_tokens = request.num_computed_tokens
+        computed_tokens = request.num_computed_tokens
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
-        self._wisp_meter.note_preemption(lost_tokens)
+        self._wisp_meter.note_preemption(request.request_id, computed_tokens)
 
     def _free_blocks(self, request: Any) -> None:
         self._wisp_meter.note_finished(request)

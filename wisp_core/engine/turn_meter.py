@@ -60,6 +60,10 @@ class TurnMeter:
         self._returns = Returns()
         self._shares = TimeShares(block_edges(num_remembered), window_s)
         self._preempted_tokens = DecayedSum(window_s)
+        self._lost_tokens: dict[str, int] = {}
+        """What preempted turns that have not come back had computed."""
+        self._unread: set[str] = set()
+        """Waiting turns of which it is not known what reuse would save them."""
         self._started_s = time.monotonic()
         self._preemptions = 0
 
@@ -73,6 +77,7 @@ class TurnMeter:
         running, waiting = self._turns()
         used_blocks = self._balloon.used_blocks
         self._observe(now_s, running, waiting)
+        self._read_waiting()
         observed_s = now_s - self._started_s
         self._expect_outputs()
         asked = self._asked.rates(now_s, observed_s)
@@ -105,27 +110,47 @@ class TurnMeter:
         self._observe(time.monotonic(), *self._turns())
 
     def note_arrived(self, request: Any) -> None:
-        """A turn is queued: what it asks for is known now, and its distances of reuse as they are now."""
+        """A turn is queued: what it asks for is known now; what reuse saves it is read when it starts, or is asked for.
+
+        Reading takes long, and most turns start at once.
+        """
         now_s = time.monotonic()
-        saved = self._nothing()
         if self._uses_prefixes(request):
-            prompt_hashes = self._prompt_hashes(request)
-            self._returns.begin(reversed(prompt_hashes), now_s)
-            saved = self._reuse.saved(prompt_hashes, **self._prompt_sizes(request))
+            self._returns.begin(reversed(self._prompt_hashes(request)), now_s)
+            self._unread.add(request.request_id)
         sort = request.num_prompt_tokens.bit_length()
-        self._asked.begin(request.request_id, self._amounts(request, saved), now_s, sort)
+        self._asked.begin(request.request_id, self._amounts(request, self._nothing()), now_s, sort)
         self.note_change()
 
-    def note_admitted(self, request_ids: list[str]) -> None:
-        """Turns got their first blocks; a preempted one that comes back is not among them."""
-        for request_id in request_ids:
+    def note_scheduled(self, output: Any) -> None:
+        """A step is decided: turns get their first blocks, or come back after a preemption."""
+        now_s = time.monotonic()
+        back = [request_id for request_id in self._lost_tokens if request_id in output.num_scheduled_tokens]
+        # On a GPU vLLM has those that come back among the new ones.
+        admitted = [new.req_id for new in output.scheduled_new_reqs if new.req_id not in self._lost_tokens]
+        for request_id in back:
+            # Blocks that lay in the prefix cache meanwhile, or came from host memory, are not computed again.
+            found = self._scheduler.requests[request_id].num_computed_tokens - output.num_scheduled_tokens[request_id]
+            self._preempted_tokens.add(now_s, max(0, self._lost_tokens.pop(request_id) - found))
+        for request_id in admitted:
+            self._admit(self._scheduler.requests[request_id])
+        if back or admitted:
+            self.note_change()
+
+    def _admit(self, request: Any) -> None:
+        self._unread.discard(request.request_id)
+        saved = self._nothing()
+        if self._uses_prefixes(request):
+            hashes, sizes = self._prompt_hashes(request), self._prompt_sizes(request)
+            saved = self._reuse.admit(request.request_id, hashes, **sizes)
+        self._asked.revise(request.request_id, self._amounts(request, saved))
+
+    def _read_waiting(self) -> None:
+        for request_id in self._unread:
             request = self._scheduler.requests[request_id]
-            saved = self._nothing()
-            if self._uses_prefixes(request):
-                sizes = self._prompt_sizes(request)
-                saved = self._reuse.admit(request_id, self._prompt_hashes(request), **sizes)
+            saved = self._reuse.saved(self._prompt_hashes(request), **self._prompt_sizes(request))
             self._asked.revise(request_id, self._amounts(request, saved))
-        self.note_change()
+        self._unread.clear()
 
     def _amounts(self, request: Any, saved: Saved) -> Amounts:
         """What a turn asks for; ``saved`` is what the prefix cache could save it at every size of the pool."""
@@ -151,13 +176,15 @@ class TurnMeter:
         if self._host is not None:
             self._host.note_output(model_runner_output, time.monotonic())
 
-    def note_preemption(self, lost_tokens: int) -> None:
-        """A running turn lost its blocks, with ``lost_tokens`` computed tokens in them."""
+    def note_preemption(self, request_id: str, computed_tokens: int) -> None:
+        """A running turn lost its blocks, with ``computed_tokens`` in them; some may be found again."""
         self._preemptions += 1
-        self._preempted_tokens.add(time.monotonic(), lost_tokens)
+        self._lost_tokens[request_id] = computed_tokens
 
     def note_finished(self, request: Any) -> None:
         """A turn ends; its blocks stay cached, with its output in them."""
+        self._unread.discard(request.request_id)
+        self._lost_tokens.pop(request.request_id, None)
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._demand.lengths.observe(request.num_output_tokens, request.max_tokens)
         elif request.num_computed_tokens == 0:
