@@ -13,6 +13,7 @@ from pathlib import Path
 from loadtests.report import Measured, Row, print_last_line, print_table, result_path, write_result
 from loadtests.service.made_up import python_path, with_made_up_weights
 from loadtests.service.run import Found, ServiceRun, host_copies, run_service
+from services.cli.load import refuse_without_locust
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
 from wisp_core.errors import ConfigurationError
@@ -32,6 +33,7 @@ class _Config:
 
 def measure_service(config_path: Path, model: str | None, run: ServiceRun, output: Path | None) -> int:
     """Run, save and print; the exit code is 0 if no turn failed, no token differed and the budget held."""
+    refuse_without_locust()
     with tempfile.TemporaryDirectory() as scratch:
         config = _with_model(ServiceConfig.load(config_path), model, Path(scratch))
         # The engine with all experts inherits what the replicas are given.

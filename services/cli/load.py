@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ class Counters:
 def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool) -> int:
     """Run Locust headless and print the summary; the exit code is Locust's: 1 if any turn failed.
 
-    Raises ConfigurationError for a ``run_time`` that Locust would not take.
+    Raises ConfigurationError without Locust, and for a ``run_time`` that it would not take.
     """
+    refuse_without_locust()
     if not _RUN_TIME.fullmatch(run_time):
         raise ConfigurationError(f"--run-time {run_time}: give seconds, or a time such as 30s, 5m or 1h30m")
     with ExitStack() as stack:
@@ -80,6 +82,12 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
     if rows:
         _print_summary(rows, after, before)
     return code
+
+
+def refuse_without_locust() -> None:
+    """Raise ConfigurationError where Locust is not installed, before anything starts."""
+    if find_spec("locust") is None:
+        raise ConfigurationError("Locust is not installed: pip install 'wisp[load]'")
 
 
 def run_locust(

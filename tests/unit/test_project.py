@@ -71,7 +71,8 @@ def test_the_pinned_set_is_exact_and_satisfies_the_metadata() -> None:
     pins = dict(line.split("==") for line in lines)
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["cpu"] + project["optional-dependencies"]["dev"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["cpu"] + extras["load"] + extras["dev"]
     for requirement in map(Requirement, wanted):
         version = canonical[re.sub(r"[-_.]+", "-", requirement.name).lower()]
         assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is pinned to {version}"
