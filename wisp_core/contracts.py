@@ -165,7 +165,9 @@ class KvDemand(Value):
 
     running_turns: int = 0
     waiting_turns: int = 0
-    floor_blocks: int = Field(default=0, description="κ_min without the null block: design of the admission floor.")
+    floor_blocks: int = Field(
+        default=0, description="κ_min without the null block: what running turns need in full, at most what is there."
+    )
     demand_blocks: int = Field(default=0, description="Peak blocks that admitted and waiting turns need in full.")
     used_blocks: int = Field(default=0, description="Blocks held by running turns now.")
     cached_blocks: int = Field(default=0, description="Free blocks that still hold a reusable prefix.")

@@ -289,6 +289,14 @@ def test_the_placed_sessions_scale_the_curve_that_was_seen() -> None:
     assert twice == pytest.approx(2 * once)
 
 
+def test_a_step_has_one_token_at_least_however_small_the_pool() -> None:
+    fit = CostFit(step_s=0.01, num_samples=9)
+    kv = KvDemand(mean_turns=2, demand_blocks=1000, output_tokens_per_s=12.0)
+    model = CostModel.from_snapshot(make_snapshot(fit=fit, kv=kv))
+    few = model.terms(Split(cap=4, kv_blocks=10)).decode_compute_s
+    assert few == pytest.approx(0.01 * (12 - model.prompt_passes_per_s))
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"), [(1, 4.0), (1.5, 5.0), (2, 6.0), (4, 8.0), (16, 13.1), (64, 21.0), (1024, 32.0)]
 )
@@ -308,3 +316,5 @@ def test_the_error_compares_predicted_and_measured_engine_time_of_what_ran() -> 
     asked = measured.kv.model_copy(update={"prompt_tokens_per_s": 1e6, "prompt_passes_per_s": 1e4, "turns_per_s": 10})
     overloaded = measured.model_copy(update={"kv": asked})
     assert model_error(CostModel.from_snapshot(overloaded), overloaded) == pytest.approx(0.5)
+    placed = measured.model_copy(update={"placed_miss_ratio_by_cap": (2.0,) * 9})
+    assert model_error(CostModel.from_snapshot(placed), placed) == pytest.approx(0.5), "others ran than will"

@@ -174,6 +174,14 @@ def test_a_resize_goes_as_far_as_running_turns_leave_room() -> None:
     assert [(one.before, one.after) for one in result.resizes][:1] == [(SPLIT, Split(cap=6, kv_blocks=71))]
 
 
+def test_turns_that_outgrow_the_pool_take_no_slots_from_a_split_that_is_held() -> None:
+    # Eight turns of 26 blocks that are admitted by half of that: they will need twice the pool.
+    turns = [make_turn(client, prompt_tokens=16, output_tokens=400) for client in range(8)]
+    policy = Damped(policy=StaticSplit(cap=SPLIT.cap))
+    result = simulate(make_trace(*turns), make_engine(), split=SPLIT, policy=policy)
+    assert result.resizes == ()
+
+
 def test_a_snapshot_says_what_happened() -> None:
     engine, script = replayed_engine(), Script(SPLIT)
     turns = [

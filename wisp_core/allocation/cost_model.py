@@ -147,7 +147,7 @@ class CostModel:
     def terms(self, split: Split) -> CostTerms:
         """Predicted cost of ``split``."""
         relative = self._batch_held(split.kv_blocks) / self._batch_held(self.split.kv_blocks)
-        batch = self.batch * relative
+        batch = max(1.0, self.batch * relative)
         tokens, passes, fetch_s = self._prefills(split)
         again = self._preempted_tokens_per_s(split.kv_blocks)
         passes += again / self.pass_tokens
@@ -273,7 +273,8 @@ def model_error(model: CostModel, snapshot: ReplicaSnapshot) -> float | None:
     if snapshot.busy_s_per_s <= 0:
         return None
     cap, fit, steps_per_s = snapshot.split.cap, model.fit, snapshot.decode_steps_per_s
-    decode_s = steps_per_s * (fit.step_s + model.batch * fit.token_s + model.decode_misses_by_cap[cap] * model.copy_s)
+    misses = _seen_decode_misses(snapshot)[cap]
+    decode_s = steps_per_s * (fit.step_s + model.batch * fit.token_s + misses * model.copy_s)
     pass_s = fit.pass_s + model.pass_misses_by_cap[cap] * model.copy_s
     prefill_s = snapshot.prefill_steps_per_s * pass_s + snapshot.prefill_tokens_per_s * fit.prompt_token_s
     return abs(decode_s + prefill_s - snapshot.busy_s_per_s) / snapshot.busy_s_per_s
@@ -319,19 +320,25 @@ def _compute_s(counts: PagerCounts, num_units: int) -> float:
 
 
 def _decode_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
-    """The curve seen, scaled to the sessions placed here where they are known to differ from those seen.
-
-    Before any is seen, as while prompts are computed in every step, that of routing without any preference: worse than
-    it will be, and soon replaced.
-    """
-    layout, curve, ratios = snapshot.layout, snapshot.decode_misses_by_cap, snapshot.placed_miss_ratio_by_cap
-    if len(curve) != layout.num_experts + 1:
-        union = layout.num_experts * (1.0 - (1.0 - layout.top_k / layout.num_experts) ** _batch(snapshot))
-        missed = (layout.num_layers * union * (1.0 - cap / layout.num_experts) for cap in range(layout.num_experts + 1))
-        return tuple(missed)
+    """The curve seen, scaled to the sessions placed here where they are known to differ from those seen."""
+    curve, ratios = _seen_decode_misses(snapshot), snapshot.placed_miss_ratio_by_cap
     if len(ratios) != len(curve):
         return curve
     return tuple(misses * ratio for misses, ratio in zip(curve, ratios, strict=True))
+
+
+def _seen_decode_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
+    """The measured curve.
+
+    Before anything is measured, as while prompts are computed in every step, that of routing without any preference:
+    worse than it will be, and soon replaced.
+    """
+    layout, curve = snapshot.layout, snapshot.decode_misses_by_cap
+    if len(curve) == layout.num_experts + 1:
+        return curve
+    union = layout.num_experts * (1.0 - (1.0 - layout.top_k / layout.num_experts) ** _batch(snapshot))
+    missed = (layout.num_layers * union * (1.0 - cap / layout.num_experts) for cap in range(layout.num_experts + 1))
+    return tuple(missed)
 
 
 def _union_by_batch(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
@@ -361,7 +368,8 @@ def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:
     """Prompt tokens that turns bring, whether prefilled or found in the prefix cache."""
     if snapshot.kv.prompt_tokens_per_s > 0:
         return snapshot.kv.prompt_tokens_per_s
-    return snapshot.prefill_tokens_per_s + _kept(snapshot, "tokens_per_s")
+    reused = (one.tokens_per_s for one in snapshot.kv.reuse if one.blocks <= snapshot.split.kv_blocks)
+    return snapshot.prefill_tokens_per_s + sum(reused)
 
 
 def _prompt_passes_per_s(snapshot: ReplicaSnapshot) -> float:
@@ -376,10 +384,6 @@ def _with_passes(one: ReuseBin, snapshot: ReplicaSnapshot) -> ReuseBin:
     if snapshot.kv.prompt_passes_per_s > 0:
         return one
     return one.model_copy(update={"passes_per_s": one.tokens_per_s / _tokens_per_pass(snapshot)})
-
-
-def _kept(snapshot: ReplicaSnapshot, rate: str) -> float:
-    return sum(float(getattr(one, rate)) for one in snapshot.kv.reuse if one.blocks <= snapshot.split.kv_blocks)
 
 
 def _tokens_per_pass(snapshot: ReplicaSnapshot) -> float:

@@ -118,10 +118,14 @@ def build_snapshot(
         fit=rates.fit,
         link_bytes_per_s=link_bytes_per_s(pager, facts.emulated_link_bytes_per_s),
         is_link_emulated=facts.emulated_link_bytes_per_s is not None,
-        kv=_within_range(scheduler.kv, facts.layout.max_kv_blocks),
+        kv=_within_pool(scheduler.kv, scheduler.usable_blocks),
     )
 
 
-def _within_range(kv: KvDemand, max_kv_blocks: int) -> KvDemand:
-    """Cap the floor at what the address range holds: no split could honour more."""
-    return kv.model_copy(update={"floor_blocks": min(kv.floor_blocks, max_kv_blocks)})
+def _within_pool(kv: KvDemand, usable_blocks: int) -> KvDemand:
+    """Cap the floor at what the pool holds.
+
+    vLLM admits turns by their prompts, so what they will need may be more. A pool that had to grow with it would admit
+    more turns again, until no slot is left to give; what suits them is a policy's to say, and a small pool preempts.
+    """
+    return kv.model_copy(update={"floor_blocks": min(kv.floor_blocks, usable_blocks)})

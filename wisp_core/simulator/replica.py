@@ -127,9 +127,8 @@ class Replica:
 
     @property
     def floor_blocks(self) -> int:
-        """κ_min: the longest request, or all that admitted turns need in full."""
-        layout = self.model.layout
-        return min(max(layout.longest_request_blocks, self.admitted_blocks), layout.max_kv_blocks)
+        """κ_min: the longest request, or what admitted turns need in full of the pool."""
+        return max(self.model.layout.longest_request_blocks, min(self.admitted_blocks, self.cache.capacity))
 
     @property
     def num_running(self) -> int:
