@@ -137,7 +137,7 @@ def plan_for(**changes: Any) -> Plan:
 def test_a_plan_holds_budget_and_floor() -> None:
     plan = plan_for()
     assert plan.other_bytes + plan.layout.pool_bytes(plan.split) <= 24 * 10**9
-    assert plan.split.kv_blocks >= plan.floor_blocks
+    assert plan.split.kv_blocks >= plan.floor_blocks >= plan.layout.longest_request_blocks
     snapshot = observe(plan.model, generate(workflow("coding_agent", 60), seed=0), plan.split)[-1]
     assert violations(snapshot, plan.split) == []
     costs = {split: decode + prefill for split, decode, prefill in plan.curve}

@@ -17,6 +17,9 @@ _FORGETTING = 0.9
 
 _LEAST_SHARE = 1e-3
 
+_NUM_BUCKETS = 20
+"""Of a sliding window."""
+
 _UNKNOWN_OUTPUT_TOKENS = 512
 """Expected of a turn as long as none has finished. Chat without a limit may fill the model's length: a few such turns,
 taken at their word, would drive the split to the smallest cap. Where they do write more, vLLM preempts."""
@@ -104,14 +107,13 @@ class TimeShares:
 
 
 class DemandMeter:
-    """Means and peaks over a sliding window of ``window_s`` seconds, kept in ``num_buckets`` buckets."""
+    """Means and peaks over a sliding window of ``window_s`` seconds, kept in buckets."""
 
-    def __init__(self, *, window_s: float, block_tokens: int, max_model_len: int, num_buckets: int = 20) -> None:
+    def __init__(self, *, window_s: float, block_tokens: int, max_model_len: int) -> None:
         self.lengths = OutputLengths()
         self._block_tokens = block_tokens
         self._max_model_len = max_model_len
-        self._bucket_s = window_s / num_buckets
-        self._num_buckets = num_buckets
+        self._bucket_s = window_s / _NUM_BUCKETS
         self._buckets: deque[_Bucket] = deque()
         self._last_s: float | None = None
         self._turns = 0
@@ -154,7 +156,7 @@ class DemandMeter:
 
     def _advance(self, now_s: float) -> None:
         """Charge the time since the last call to the buckets it lies in, with the state that held."""
-        start_s = now_s if self._last_s is None else max(self._last_s, now_s - self._num_buckets * self._bucket_s)
+        start_s = now_s if self._last_s is None else max(self._last_s, now_s - _NUM_BUCKETS * self._bucket_s)
         while start_s < now_s:
             bucket = self._bucket(start_s)
             stop_s = min(now_s, (bucket.index + 1) * self._bucket_s)
@@ -163,7 +165,7 @@ class DemandMeter:
             bucket.charge(stop_s - start_s, self._turns, self._demand_blocks)
             start_s = stop_s
         self._last_s = now_s
-        oldest = int(now_s / self._bucket_s) - self._num_buckets
+        oldest = int(now_s / self._bucket_s) - _NUM_BUCKETS
         while self._buckets and self._buckets[0].index <= oldest:
             self._buckets.popleft()
 

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from wisp_core.contracts import Signature
 from wisp_core.engine.session_tally import HALF_LIFE_TOKENS, MAX_KEYS, prefixes
 from wisp_core.engine.step_rows import session_of
 from wisp_core.working_set.signature import ExpertTally
 
-
-class KeyUses(Protocol):
-    """What one key used."""
-
-    @property
-    def counts(self) -> npt.NDArray[np.int32]:
-        """Uses by layer and expert, [layers, E]."""
-        ...
-
-    @property
-    def hits(self) -> int:
-        """Those found in slots."""
-        ...
-
-
-class UseCounter(Protocol):
-    """`wisp_core.pager.device.uses.DeviceUses`."""
-
-    def count(self, keys: Sequence[str | None]) -> None:
-        """Count the last step: keys of its first rows."""
-        ...
-
-    def drain(self) -> Mapping[str, KeyUses]:
-        """Uses by key since the last time."""
-        ...
-
-    def reset(self) -> None:
-        """Forget everything."""
-        ...
+if TYPE_CHECKING:
+    from wisp_core.pager.device.uses import DeviceUses  # needs Triton, which a CPU machine has not
 
 
 class RequestKeys:
@@ -80,7 +50,7 @@ def first_row_keys(batch: Any, key_of: Callable[[str], str]) -> list[str | None]
 class DeviceSessionTally:
     """Signatures as `wisp_core.engine.session_tally.SessionTally` makes them, from what a device has counted."""
 
-    def __init__(self, uses: UseCounter, *, num_layers: int, num_experts: int, top_k: int) -> None:
+    def __init__(self, uses: DeviceUses, *, num_layers: int, num_experts: int, top_k: int) -> None:
         self._uses, self._top_k = uses, top_k
         self._shape = (num_layers, num_experts)
         self._requests = RequestKeys()

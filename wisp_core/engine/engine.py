@@ -20,7 +20,6 @@ from wisp_core.contracts import ReplicaSnapshot, ResizeOutcome, Signature, Split
 from wisp_core.engine.arguments import paged_engine_args
 from wisp_core.engine.control import CommandFailedError
 from wisp_core.engine.gated_turns import expected_masks
-from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.openai_app import openai_app, serve_args
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
@@ -28,6 +27,7 @@ from wisp_core.engine.session_tally import EVERYONE
 from wisp_core.engine.telemetry import RateMeter, build_snapshot
 from wisp_core.engine.vllm_control import AsyncControl, longest_step_s
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.memory.initial_split import initial_split
 from wisp_core.settings import WispSettings
 
 logger = logging.getLogger(__name__)

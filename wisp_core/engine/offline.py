@@ -13,12 +13,12 @@ from vllm import LLM, RequestOutput, SamplingParams
 from wisp_core.contracts import Barrier, ReplicaSnapshot, ResizeOutcome, Signature, Split, SplitPlan
 from wisp_core.engine.arguments import paged_engine_args, resident_engine_args
 from wisp_core.engine.gated_turns import expected_masks
-from wisp_core.engine.initial_split import initial_split
 from wisp_core.engine.reports import LayoutReport
 from wisp_core.engine.resizer import Resizer
 from wisp_core.engine.telemetry import RateMeter, build_snapshot
 from wisp_core.engine.vllm_control import LocalControl
 from wisp_core.errors import ConfigurationError
+from wisp_core.memory.initial_split import initial_split
 from wisp_core.settings import WispSettings
 
 T = TypeVar("T")

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from wisp_core.engine.reports import MemoryReport
 from wisp_core.errors import ConfigurationError, IntegrityError
 from wisp_core.memory.arena import Arena
 from wisp_core.memory.balloon import NULL_GROUP, KvGeometry
 from wisp_core.memory.region import Region
-
-
-class ExpertPool(Protocol):
-    """What the pager offers here."""
-
-    @property
-    def cap(self) -> int:
-        """Slots per layer."""
-        ...
-
-    def set_cap(self, cap: int) -> None:
-        """Back or release slots."""
-        ...
-
-    def experts_bytes_by_cap(self) -> tuple[int, ...]:
-        """Bytes of the pool at each cap, whole pages."""
-        ...
-
-    def resident_bytes(self) -> int:
-        """Bytes that the system counts."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError when the slot tables are broken."""
-        ...
+from wisp_core.pager.interface import ExpertPager
+from wisp_core.pager.resident_experts import ResidentExperts
 
 
 class PooledMemory:
@@ -45,7 +21,9 @@ class PooledMemory:
     then every method raises IntegrityError, `check_usable` among them, without which no step may run.
     """
 
-    def __init__(self, *, budget_bytes: int, experts: ExpertPool, kv_region: Region, geometry: KvGeometry) -> None:
+    def __init__(
+        self, *, budget_bytes: int, experts: ExpertPager | ResidentExperts, kv_region: Region, geometry: KvGeometry
+    ) -> None:
         """Account the experts as they are and back the null group; all other KV groups start without pages."""
         self._experts = experts
         self._region = kv_region

@@ -40,9 +40,9 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     ]
     if reasons:
         raise UnsupportedModelError("this engine cannot page its experts:\n  " + "\n  ".join(reasons))
-    if settings.prefetch and vllm_config.device_config.device_type == "cpu":
+    if settings.prefetch and device_type == "cpu":
         raise ConfigurationError("additional_config.wisp.prefetch is for GPUs, where copies run beside computation")
-    if settings.emulated_link_bytes_per_s is not None and vllm_config.device_config.device_type != "cpu":
+    if settings.emulated_link_bytes_per_s is not None and device_type != "cpu":
         raise ConfigurationError(
             "additional_config.wisp.emulated_link_bytes_per_s is for the CPU backend: leave it out"
         )

@@ -15,9 +15,8 @@ from math import ceil, log2
 import numpy as np
 
 from wisp_core.allocation.cost_model import CostModel, missing_evidence
-from wisp_core.allocation.floor import admission_floor_blocks
 from wisp_core.allocation.solver import Solution, feasible_splits, marginals
-from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
+from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split, blocks_of
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import Card
 from wisp_core.planner.chunk import CHUNKS, ChunkChoice, choose_chunk
@@ -252,13 +251,11 @@ def _with_floor(snapshot: ReplicaSnapshot, floor: int) -> ReplicaSnapshot:
 
 
 def _floor_blocks(request: PlanRequest, trace: Trace) -> int:
+    """κ_min of a plan: one longest request, or as many turns as run at once, whichever is more."""
     lengths = trace.turns["prompt_tokens"] + trace.turns["output_tokens"]
     tokens = int(np.quantile(lengths, request.length_quantile))
-    return admission_floor_blocks(
-        max_model_len=request.max_model_len,
-        block_tokens=request.block_size,
-        turn_tokens=[tokens] * request.concurrency,
-    )
+    longest_blocks = blocks_of(request.max_model_len, request.block_size)
+    return max(longest_blocks, request.concurrency * blocks_of(tokens, request.block_size))
 
 
 def _terms(costs: CostModel, split: Split) -> tuple[Split, float, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from wisp_core.working_set.predictor import miss_share_by_cap
 from wisp_core.working_set.signature import Usage
 
 _MOST = 4.0
@@ -26,20 +26,7 @@ def miss_ratio_by_cap(placed: Usage, seen: Usage) -> tuple[float, ...]:
     Returns:
         [E + 1]; empty where one of them says nothing.
     """
-    outside_placed, outside_seen = _outside(placed), _outside(seen)
-    if outside_placed is None or outside_seen is None:
+    if not placed.any() or not seen.any():
         return ()
-    ratios = (outside_placed + _TAIL) / (outside_seen + _TAIL)
+    ratios = (miss_share_by_cap(placed) + _TAIL) / (miss_share_by_cap(seen) + _TAIL)
     return tuple(np.clip(ratios, 1 / _MOST, _MOST).tolist())
-
-
-def _outside(usage: Usage) -> npt.NDArray[np.float64] | None:
-    """Share of all uses outside the C most used experts of their layer, mean over layers, [E + 1]."""
-    totals = usage.sum(axis=1, keepdims=True, dtype=np.float64)
-    if usage.size == 0 or not (totals > 0).any():
-        return None
-    known = totals[:, 0] > 0
-    shares = np.sort(usage[known] / totals[known], axis=1)[:, ::-1]
-    kept = np.concatenate((np.zeros((len(shares), 1)), np.cumsum(shares, axis=1)), axis=1)
-    outside: npt.NDArray[np.float64] = np.maximum(0.0, 1.0 - kept.mean(axis=0))
-    return outside

@@ -34,9 +34,7 @@ class Prefetcher:
         self._done: list[torch.cuda.Event | None] = [None] * num_layers
 
     def launch(self, index: int, stream: torch.cuda.Stream | None) -> None:
-        """Fetch for layer ``index`` on ``stream``, behind what it has; does nothing beyond the last layer."""
-        if index >= self._state.num_layers:
-            return
+        """Fetch for layer ``index`` on ``stream``, behind what it has."""
         if stream is None:
             self._run(index)
             return

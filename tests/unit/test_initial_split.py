@@ -6,8 +6,8 @@ import pytest
 from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE
 
 from wisp_core.contracts import Split
-from wisp_core.engine.initial_split import initial_split
 from wisp_core.errors import ConfigurationError
+from wisp_core.memory.initial_split import initial_split
 
 
 def test_half_of_the_budget_goes_to_experts() -> None:

@@ -1,4 +1,4 @@
-"""The split that an engine starts with."""
+"""The split that an engine starts with, a real one or a simulated one."""
 
 from __future__ import annotations
 
