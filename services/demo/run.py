@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -24,6 +23,7 @@ from services.demo.drive import Driver, Phase, WorkloadSettings
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.summary import Resize, join, print_replica, session_table, show_split
+from services.free_port import free_port
 from services.preflight import checked_start, own_state_dir
 from services.secret_files import read_or_create
 from services.start_progress import told_progress
@@ -92,9 +92,7 @@ def prepare_demo(policy: str) -> ServiceConfig:
     # Never under a service that runs there: its replicas read the model again when they restart.
     with own_state_dir(config.state_dir):
         write_tiny_model(Path(config.model.path), TinyModelConfig())
-    with socket.socket() as probe:
-        probe.bind((config.http.host, 0))
-        port = probe.getsockname()[1]
+    port = free_port(config.http.host)
     return config.model_copy(
         update={
             "http": config.http.model_copy(update={"port": port}),

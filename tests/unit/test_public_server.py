@@ -20,6 +20,7 @@ import pytest
 from ingress_in_process import HEAD, KEY, Service
 
 from services.config import HttpSettings
+from services.free_port import free_port
 from services.ingress import server
 from services.ingress.listener import Listener, take_listener
 from services.ingress.server import PublicServer
@@ -27,12 +28,6 @@ from wisp_core.errors import ConfigurationError
 
 Send = Callable[[Any], Awaitable[None]]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

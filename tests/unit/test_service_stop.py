@@ -11,6 +11,7 @@ import pytest
 from services import app
 from services.app import Service
 from services.config import HttpSettings, ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.free_port import free_port
 from services.ingress.listener import door_directory
 from services.service_file import read_service_file
 from wisp_core.errors import ConfigurationError
@@ -36,9 +37,7 @@ class Calls(list[str]):
 
 @pytest.fixture
 def config(tmp_path: Path) -> ServiceConfig:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return ServiceConfig(
         state_dir=tmp_path,
         http=HttpSettings(port=port),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from redis.exceptions import ResponseError
 
 from services.app import Service
 from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.free_port import free_port
 from services.policy.deployment import build_policy_service
 from services.ray_cluster import WithoutShutdownNoise, ray_cpus
 from services.secret_files import secret_path
@@ -117,9 +117,7 @@ def test_a_store_that_cannot_be_used_ends_the_start(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: stopped.append("ray"))
     monkeypatch.setattr("ray.serve.shutdown", lambda: stopped.append("serve"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        http = HttpSettings(port=probe.getsockname()[1])
+    http = HttpSettings(port=free_port())
     config = configured(tmp_path, "redis://:p%3Aw%2Fd%401@127.0.0.1:1/0").model_copy(update={"http": http})
     with (
         pytest.raises(ConfigurationError, match=r"^redis\.url: Redis at 127\.0\.0\.1:1: ConnectionError: ") as caught,

@@ -11,11 +11,11 @@ down so that the proportions that a split depends on stay:
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServiceConfig
+from services.free_port import free_port
 from wisp_core.model.tiny import TinyModelConfig
 
 MODEL = TinyModelConfig(experts=64, top_k=4, moe_intermediate=128, kv_heads=1)
@@ -55,9 +55,6 @@ class OnlineConfig:
 
 def service_config(config: OnlineConfig, directory: Path) -> ServiceConfig:
     """The service of a run, with everything it writes in ``directory`` and a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     tenants = [
         {
             "tenant_id": name,
@@ -71,7 +68,7 @@ def service_config(config: OnlineConfig, directory: Path) -> ServiceConfig:
         {
             "name": "wisp-bench",
             "state_dir": str(directory),
-            "http": {"port": port},
+            "http": {"port": free_port()},
             "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
             "replica": {
                 "count": config.num_replicas,
