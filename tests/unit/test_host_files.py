@@ -160,6 +160,24 @@ def test_a_copy_that_is_removed_between_two_locks_is_made_anew(tmp_path: Path, m
     assert (copy / "lock").exists()
 
 
+def test_a_copy_that_is_removed_as_it_is_finished_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = open_files(tmp_path)
+    published = files.publish(0, layer(0))
+    flock = fcntl.flock
+
+    def removed_when_shared(lock: int, operation: int) -> None:
+        shutil.rmtree(files.directory)
+        flock(lock, operation)
+
+    told: list[Any] = []
+    monkeypatch.setattr(host_files.fcntl, "flock", removed_when_shared)
+    monkeypatch.setattr(host_files.logger, "warning", lambda *message: told.append(message))
+    files.finish()
+    assert len(told) == 1
+    assert told[0][1] == files.directory
+    assert torch.equal(published["w2_weight"], layer(0)["w2_weight"]), "it serves on"
+
+
 def test_other_models_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path)
     open_files(tmp_path, model="another")
@@ -183,6 +201,12 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"host_store_dir .*/dev/shm"):
         open_files(tmp_path / "file")
+
+
+@pytest.mark.timeout(10)
+def test_a_directory_below_which_nothing_can_be_made_is_refused_and_not_tried_for_ever() -> None:
+    with pytest.raises(ConfigurationError, match=r"host_store_dir /proc/wisp"):
+        open_files(Path("/proc/wisp"))
 
 
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:

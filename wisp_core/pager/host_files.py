@@ -24,6 +24,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,12 @@ class HostFiles:
         part.write_text(json.dumps(self._manifest))
         part.replace(self.directory / _READY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        if not _is_in_place(self._lock, self.directory):
+            logger.warning(
+                "WiSP: %s was removed by a process that loads another version: its memory stays taken while this "
+                "process lives, and the next one of this version makes a copy of its own",
+                self.directory,
+            )
 
     def attach(self, layer: int) -> dict[str, torch.Tensor]:
         """The parameters of one layer, as another process has published them.
@@ -216,18 +223,27 @@ def _own_lock(directory: Path) -> int:
     """A descriptor of ``directory``'s lock: shared if the copy is ready, else exclusive."""
     while True:
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _open_lock(directory)
-        except FileNotFoundError:
-            continue  # a process that cleans up was faster
+            lock = _make_lock(directory)
         except OSError as error:
             raise ConfigurationError(
                 f"additional_config.wisp.host_store_dir {directory.parent}: {error.strerror}; name a writable memory "
                 "file system such as /dev/shm"
             ) from error
-        if _settle(lock, directory):
+        if lock is not None and _settle(lock, directory):
             return lock
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
+
+
+def _make_lock(directory: Path) -> int | None:
+    """A descriptor of the lock of ``directory``, both made if missing; None when somebody removed it meanwhile."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    try:
+        return _open_lock(directory)
+    except FileNotFoundError:
+        return None  # a process that cleans up was faster
 
 
 def _settle(lock: int, directory: Path) -> bool:
