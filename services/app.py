@@ -160,7 +160,7 @@ class Service:
             self.valkey.start()
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
-        # Before the start, which leaves processes too if it is interrupted.
+        # Before the start, whose second half may fail.
         self._stops.callback(stop_ray)
         start_ray(self.config)
         self._host = this_host()

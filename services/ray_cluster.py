@@ -10,17 +10,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TextIO
 from urllib.parse import urlsplit
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.exceptions import RayServeException
 
 from services.config import ServiceConfig
 from services.environment import joined_cluster, serve_environment
 from wisp_core.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _OBJECT_STORE_BYTES = 100 << 20
@@ -35,33 +40,32 @@ def start_ray(config: ServiceConfig) -> None:
     """Start or join Ray, and start Serve on it. Raises ConfigurationError."""
     # From the first moment: a start that ends before Serve's need not say that there is no Serve.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    # Ray takes over SIGTERM and aborts with a stack trace; a service stops in order.
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     address = joined_cluster()
     if address is None:
-        ray.init(
-            address="local",
-            num_cpus=ray_cpus(config),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _signals_wait():
+            ray.init(
+                address="local",
+                num_cpus=ray_cpus(config),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     else:
         _join(address, config)
-    signal.signal(signal.SIGTERM, on_sigterm)
     refuse_too_many_replicas(config)
     serve.start(proxy_location="Disabled", logging_config=LOGGING)
 
 
 def stop_ray() -> None:
     """Stop Serve, then end Ray, or leave it where it was joined; also after a start that was interrupted."""
-    try:
-        if ray.is_initialized():
-            with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+    with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+        try:
+            if ray.is_initialized():
                 serve.shutdown()
-    finally:
-        with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+        except (RayError, RayServeException) as error:
+            logger.warning("Serve did not stop: %s", error)
+        finally:
             ray.shutdown()
 
 
@@ -99,7 +103,8 @@ def _connect_failure(host: str, port: int) -> str | None:
 def _join(address: str, config: ServiceConfig) -> None:
     check_cluster(address)
     try:
-        with _ended_by_signals():
+        # At once: Ray runs no handler while it waits for what is no Ray.
+        with _signals_do(signal.SIG_DFL):
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -127,9 +132,19 @@ def _join(address: str, config: ServiceConfig) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGINT and SIGTERM end this process at once: Ray runs no handler while it waits for what is no Ray."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_wait() -> Iterator[None]:
+    """Have SIGINT and SIGTERM wait until exit: a start of Ray that is interrupted crashes or leaves processes."""
+    waiting = list[int]()
+    with _signals_do(lambda number, _: waiting.append(number)):
+        yield
+    for number in waiting[:1]:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _signals_do(action: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Have SIGINT and SIGTERM do ``action`` until exit, and then what they did before, whatever Ray has them do."""
+    handlers = {number: signal.signal(number, action) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -8,9 +8,10 @@ import socket
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
-from services.config import ServiceConfig
-from services.ray_cluster import check_cluster, start_ray
+from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.ray_cluster import check_cluster, start_ray, stop_ray
 from wisp_core.errors import ConfigurationError
 
 
@@ -58,6 +59,53 @@ def test_signals_end_a_start_that_waits_for_what_is_no_ray(monkeypatch: pytest.M
             start_ray(ServiceConfig.model_construct())
     assert meanwhile == [signal.SIG_DFL, signal.SIG_DFL]
     assert stopped_by() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_ray_has_started(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    has_started = False
+
+    def init(**_: object) -> None:
+        nonlocal has_started
+        signal.raise_signal(number)
+        # What Ray does with the one, and what must not outlive its start.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        has_started = True
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    config = ServiceConfig(
+        model=ModelSettings(path="models/tiny"),
+        replica=ReplicaSettings(vram_budget_bytes=1 << 20),
+        tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
+    )
+    before = {one: signal.signal(one, interrupt) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_ray(config)
+        assert [signal.getsignal(one) for one in before] == [interrupt, interrupt]
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert has_started
+
+
+def test_what_serve_says_of_its_end_keeps_ray_from_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RayActorError
+
+    ended = list[str]()
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.serve.shutdown", fail)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("Ray"))
+    stop_ray()
+    assert ended == ["Ray"]
+    assert "Serve did not stop" in caplog.text
 
 
 def test_a_cluster_that_ray_finds_is_left_to_ray() -> None:
