@@ -26,6 +26,8 @@ class ServiceSecrets:
     """What the parts of a service must know and nobody else."""
 
     admin_key: str
+    metrics_key: str
+    """For Prometheus: opens the metrics only."""
     cache_salt_key: str
     redis_password: str
 
@@ -34,13 +36,14 @@ class ServiceSecrets:
         """Read the secrets below ``state_dir``, and create those that are missing."""
         return cls(
             admin_key=read_or_create(secret_path(state_dir, "admin")),
+            metrics_key=read_or_create(secret_path(state_dir, "metrics")),
             cache_salt_key=read_or_create(secret_path(state_dir, "cache-salt")),
             redis_password=read_or_create(secret_path(state_dir, "redis")),
         )
 
 
 def secret_path(state_dir: Path, name: str) -> Path:
-    """File of the secret ``name``: ``admin``, ``cache-salt``, ``redis`` or ``redis-url``."""
+    """File of the secret ``name``: ``admin``, ``metrics``, ``cache-salt``, ``redis`` or ``redis-url``."""
     return state_dir.resolve() / "secrets" / f"{name}.key"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -59,14 +59,16 @@ class _Page:
         yield from self.families.values()
 
 
-def merge_expositions(pages: Mapping[str, str]) -> str:
+def merge_expositions(pages: Iterable[tuple[str, str]]) -> str:
     """One Prometheus page of many: each family once, every series with a label ``replica``.
 
+    Takes milliseconds of CPU per page.
+
     Args:
-        pages: Text format by the value of the label, for series that do not have it yet.
+        pages: The value of the label, for series that do not have it yet, and the text format.
     """
     families: dict[str, Metric] = {}
-    for replica, page in pages.items():
+    for replica, page in pages:
         for family in text_string_to_metric_families(page):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:

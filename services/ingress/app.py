@@ -24,7 +24,7 @@ from services.ingress.server import PublicServer
 from services.ingress.tenants import TenantDirectory
 from services.secret_files import ServiceSecrets, tenant_specs
 from services.store_address import StoreAddress
-from services.telemetry import Telemetry, merge_expositions
+from services.telemetry import Telemetry
 
 DEPLOYMENT = "Ingress"
 POLICY_DEPLOYMENT = "PolicyService"
@@ -84,7 +84,8 @@ class Ingress:
         )
         key_files = {tenant.tenant_id: tenant.key_file for tenant in service.tenants}
         admin = TenantAdmin(self._operator_store, directory, key_files)
-        app = build_app(self._gateway, cluster, admin, service.http, admin_key=secrets.admin_key)
+        keys = {"admin_key": secrets.admin_key, "metrics_key": secrets.metrics_key}
+        app = build_app(self._gateway, cluster, admin, service.http, **keys)
         await directory.refresh()
         taken = take_listener(service.state_dir)
         self._server = PublicServer(app, taken, max_header_bytes=service.http.max_header_bytes)
@@ -92,10 +93,9 @@ class Ingress:
             http=self._server.run(), tenants=directory.refresh_forever(), leases=limiter.renew_forever()
         )
 
-    async def scrape(self) -> str:
-        """This process's metrics in Prometheus text format, labelled ``replica=``."""
-        tag = serve.get_replica_context().replica_id.unique_id
-        return merge_expositions({f"ingress-{tag}": self._telemetry.scrape()})
+    async def scrape(self) -> tuple[str, str]:
+        """This process's name and its metrics in Prometheus text format."""
+        return f"ingress-{serve.get_replica_context().replica_id.unique_id}", self._telemetry.scrape()
 
     async def check_health(self) -> None:
         """Raises what ended a background task, so that Serve replaces this process."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from ray.serve.exceptions import RayServeException
 
@@ -16,6 +17,27 @@ from wisp_core.store.interface import Store
 
 STATUS_SESSIONS = 200
 STATUS_RECORDS = 20
+SHARED_S = 0.5
+"""For how long those who ask for what needs no key get the same answer: they may be many, and it asks all replicas."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+class _Shared(Generic[AnswerT]):
+    """An answer that all share who ask for it within ``SHARED_S``."""
+
+    def __init__(self, ask: Callable[[], Awaitable[AnswerT]]) -> None:
+        self._ask = ask
+        self._lock = asyncio.Lock()
+        self._asked_s = -math.inf
+        self._answer: AnswerT
+
+    async def __call__(self) -> AnswerT:
+        async with self._lock:
+            if time.monotonic() - self._asked_s > SHARED_S:
+                self._answer = await self._ask()
+                self._asked_s = time.monotonic()
+            return self._answer
 
 
 class Cluster:
@@ -46,9 +68,12 @@ class Cluster:
         self._num_replicas = num_replicas
         self._stale_after_s = stale_after_s
         self._service_started_s = service_started_s
-
-    async def readiness(self) -> tuple[bool, dict[str, Any]]:
+        self.readiness = _Shared(self._readiness)
         """Whether every replica's engine serves, and what each one says. Asks the replicas themselves."""
+        self.metrics = _Shared(self._metrics)
+        """One Prometheus page of all ingresses, the policy service and all replicas."""
+
+    async def _readiness(self) -> tuple[bool, dict[str, Any]]:
         answers = await self._ask_replicas("health")
         healthy = [answer for answer in answers if answer["is_healthy"]]
         details = {
@@ -118,20 +143,15 @@ class Cluster:
         answers = await asyncio.gather(*(broadcast(handle, method_name) for handle in self._replicas))
         return [answer for some in answers for answer in some]
 
-    async def metrics(self) -> str:
-        """One Prometheus page of all ingresses, the policy service and all replicas."""
+    async def _metrics(self) -> str:
         replicas, policies, ingresses = await asyncio.gather(
             self._ask_replicas("scrape"), _scrape(self._find_policy), _scrape(self._find_ingresses)
         )
-        pages = {f"ingress-{number}": page for number, page in enumerate(ingresses)}
-        if not pages:
-            pages["ingress"] = self._telemetry.scrape()
-        pages.update({f"replica-{number}": page for number, page in enumerate(replicas)})
-        pages.update({f"policy-{number}": page for number, page in enumerate(policies)})
-        return merge_expositions(pages)
+        pages = [*(ingresses or [("ingress", self._telemetry.scrape())]), *replicas, *policies]
+        return await asyncio.to_thread(merge_expositions, pages)
 
 
-async def _scrape(find: Callable[[], ReplicaHandle] | None) -> list[str]:
+async def _scrape(find: Callable[[], ReplicaHandle] | None) -> list[tuple[str, str]]:
     if find is None:
         return []
     try:

@@ -25,6 +25,7 @@ from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
 from services.ingress.errors import ApiError, bad_request, unavailable, unknown_model
 from services.ingress.gateway import Gateway
+from services.ingress.openapi import routes
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
 from services.ingress.turn import Reply
 from wisp_core.errors import StoreUnavailableError
@@ -81,11 +82,18 @@ _ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
 def build_app(
-    gateway: Gateway, cluster: Cluster, tenants: TenantAdmin, http: HttpSettings, *, admin_key: str
+    gateway: Gateway,
+    cluster: Cluster,
+    tenants: TenantAdmin,
+    http: HttpSettings,
+    *,
+    admin_key: str,
+    metrics_key: str,
 ) -> Starlette:
     """The public HTTP interface."""
+    operator = operator_routes(cluster, tenants, http, admin_key=admin_key, metrics_key=metrics_key)
     return Starlette(
-        routes=[*_openai_routes(gateway, http), *operator_routes(cluster, tenants, http, admin_key)],
+        routes=[*_openai_routes(gateway, http), *operator],
         middleware=[Middleware(HeadCheck, max_header_bytes=http.max_header_bytes)],
         exception_handlers={
             ApiError: _on_api_error,
@@ -102,7 +110,6 @@ def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
     card = {"id": gateway.model, "object": "model", "created": created, "owned_by": "wisp"}
 
     async def turn(path: str, request: Request) -> Response:
-        """One turn."""
         tenant = await gateway.authenticate(request.headers)
         with gateway.arriving(tenant):
             async with gateway.charging(tenant):
@@ -113,22 +120,21 @@ def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
         return TurnStream(reply, reply.body)
 
     async def list_models(request: Request) -> Response:
-        """The models served: one."""
         await gateway.authenticate(request.headers)
         return JSONResponse({"object": "list", "data": [card]})
 
     async def show_model(request: Request) -> Response:
-        """One model."""
         await gateway.authenticate(request.headers)
         if request.path_params["name"] != gateway.model:
             raise unknown_model(request.path_params["name"])
         return JSONResponse(card)
 
-    return [
-        *(Route(path, partial(turn, path), methods=["POST"]) for path in (CHAT_PATH, COMPLETIONS_PATH)),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{name:path}", show_model),
-    ]
+    return routes(
+        chat=partial(turn, CHAT_PATH),
+        completion=partial(turn, COMPLETIONS_PATH),
+        list_models=list_models,
+        show_model=show_model,
+    )
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -1,10 +1,15 @@
-"""The service's interface as an OpenAPI document, made of the models that validate requests."""
+"""The service's interface: one table of its operations, as routes and as an OpenAPI document."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.ingress.admin import NewTenant, Rotation
 from services.ingress.chat_fields import ChatFields, CompletionFields
@@ -33,60 +38,74 @@ _TENANT = {"name": "tenant_id", "in": "path", "required": True, "schema": {"type
 _MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    parameters: tuple[dict[str, Any], ...] = ()
+    success: int = 200
+
+
+OPERATIONS = {
+    "chat": Operation("POST", CHAT_PATH, "Answer a chat.", ChatFields, (_SESSION,)),
+    "completion": Operation("POST", COMPLETIONS_PATH, "Continue a text.", CompletionFields, (_SESSION,)),
+    "list_models": Operation("GET", "/v1/models", "The models served: one."),
+    "show_model": Operation("GET", "/v1/models/{name:path}", "One model.", parameters=(_MODEL,)),
+    "healthz": Operation("GET", "/healthz", "This process answers."),
+    "readyz": Operation("GET", "/readyz", "Every engine serves."),
+    "metrics": Operation("GET", "/metrics", "All processes' metrics, for Prometheus."),
+    "status": Operation("GET", "/wisp/status", "Replicas, splits, sessions and decisions."),
+    "recording": Operation("GET", "/wisp/recording", "Snapshots and finished turns.", parameters=(_TURNS,)),
+    "list_tenants": Operation("GET", "/wisp/tenants", "Every tenant: limits and usage."),
+    "add_tenant": Operation("POST", "/wisp/tenants", "A new tenant; only this shows its key.", NewTenant, success=201),
+    "limit_tenant": Operation("PATCH", "/wisp/tenants/{tenant_id}", "Other limits.", TenantLimits, (_TENANT,)),
+    "remove_tenant": Operation(
+        "DELETE", "/wisp/tenants/{tenant_id}", "The end of a tenant and its keys.", None, (_TENANT,), success=204
+    ),
+    "rotate_key": Operation(
+        "POST", "/wisp/tenants/{tenant_id}/rotate", "A new key; only this shows it.", Rotation, (_TENANT,)
+    ),
+}
+
+
+def routes(**endpoints: Callable[[Request], Awaitable[Response]]) -> list[Route]:
+    """The routes of the operations of these names."""
+    named = ((OPERATIONS[name], endpoint) for name, endpoint in endpoints.items())
+    return [Route(one.path, endpoint, methods=[one.method]) for one, endpoint in named]
+
+
 def openapi() -> dict[str, Any]:
-    """The whole document."""
+    """The whole document, made of the models that validate requests."""
     schemas: dict[str, Any] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    for one in OPERATIONS.values():
+        paths.setdefault(one.path.replace(":path", ""), {})[one.method.lower()] = _described(one, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "WiSP", "version": "1"},
         "security": [{"key": []}],
-        "paths": {
-            CHAT_PATH: {"post": _operation("Answer a chat.", schemas, ChatFields, parameters=[_SESSION])},
-            COMPLETIONS_PATH: {
-                "post": _operation("Continue a text.", schemas, CompletionFields, parameters=[_SESSION])
-            },
-            "/v1/models": {"get": _operation("The models served.", schemas)},
-            "/v1/models/{name}": {"get": _operation("One model.", schemas, parameters=[_MODEL])},
-            "/healthz": {"get": _operation("This process answers.", schemas)},
-            "/readyz": {"get": _operation("Every engine serves.", schemas)},
-            "/wisp/status": {"get": _operation("Replicas, splits, sessions.", schemas)},
-            "/wisp/recording": {"get": _operation("Snapshots and finished turns.", schemas, parameters=[_TURNS])},
-            "/wisp/tenants": {
-                "get": _operation("Every tenant.", schemas),
-                "post": _operation("A new tenant.", schemas, NewTenant, success="201"),
-            },
-            "/wisp/tenants/{tenant_id}": {
-                "patch": _operation("Other limits.", schemas, TenantLimits, parameters=[_TENANT]),
-                "delete": _operation("The end of a tenant.", schemas, success="204", parameters=[_TENANT]),
-            },
-            "/wisp/tenants/{tenant_id}/rotate": {
-                "post": _operation("A new key.", schemas, Rotation, parameters=[_TENANT])
-            },
-        },
+        "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _operation(
-    summary: str,
-    schemas: dict[str, Any],
-    body: type[BaseModel] | None = None,
-    *,
-    success: str = "200",
-    parameters: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """One operation; the models of ``body`` are added to ``schemas``."""
-    operation: dict[str, Any] = {
-        "summary": summary,
-        "responses": {success: {"description": "Done."}}
+def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    """One operation; the models of its body are added to ``schemas``."""
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {str(operation.success): {"description": "Done."}}
         | {code: {"description": why} for code, why in _ERRORS.items()},
     }
-    if parameters:
-        operation["parameters"] = parameters
-    if body is not None:
-        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    if operation.parameters:
+        described["parameters"] = list(operation.parameters)
+    if operation.body is not None:
+        schema = operation.body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
-        schemas[body.__name__] = schema
-        reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-    return operation
+        schemas[operation.body.__name__] = schema
+        reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    return described

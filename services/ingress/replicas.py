@@ -196,12 +196,16 @@ async def _drained(stream: ReplicaStream) -> None:
 
 
 async def broadcast(handle: ReplicaHandle, method_name: str, timeout_s: float = 2.0) -> list[Any]:
-    """What every replica of a deployment answers to a method; those that fail are left out, all if one is late.
+    """What every replica of a deployment answers to a method; those that fail or are late are left out.
 
     Nobody answers for a deployment that is not there yet.
     """
     try:
-        results = await handle.broadcast(method_name).results_async(timeout_s=timeout_s, return_exceptions=True)
+        async with asyncio.timeout(timeout_s):
+            # Not ``results_async``, which gives nobody's answer if one is late.
+            calls = await handle.broadcast(method_name)._fetch_replica_results_async()
     except (RayError, DeploymentUnavailableError, TimeoutError):
         return []
-    return [result for result in results if not isinstance(result, BaseException)]
+    waiting = (asyncio.wait_for(call.get_async(), timeout_s) for call in calls)
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]

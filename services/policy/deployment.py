@@ -61,9 +61,9 @@ class PolicyService:
         if self._tasks is not None:
             self._tasks.check()
 
-    async def scrape(self) -> str:
-        """The service's metrics in Prometheus text format."""
-        return self._metrics.scrape()
+    async def scrape(self) -> tuple[str, str]:
+        """The service's name on the page of all, and its metrics in Prometheus text format."""
+        return "policy", self._metrics.scrape()
 
     async def __del__(self) -> None:
         """Serve calls and awaits this when the replica stops."""

@@ -58,9 +58,7 @@ class Replica:
             replica_id=replica_id,
         )
         self._store = StoreAddress.model_validate(store).open()
-        self._state = ReplicaState(
-            replica_id=replica_id, engine=engine, store=self._store, metrics=ReplicaMetrics(replica_id)
-        )
+        self._state = ReplicaState(replica_id=replica_id, engine=engine, store=self._store, metrics=ReplicaMetrics())
         reporter = Reporter(self._state, settings.snapshot_period_s)
         self._tasks = BackgroundTasks(
             reporter=reporter.run(),
@@ -126,9 +124,9 @@ class Replica:
         """Serve's hook, read by `WorkingSetAutoscaling`; nothing before the first snapshot."""
         return {} if self._state.last_snapshot is None else work_of(self._state.last_snapshot)
 
-    async def scrape(self) -> str:
-        """Own and vLLM's metrics in Prometheus text format, labelled ``replica=``."""
-        return self._state.metrics.scrape()
+    async def scrape(self) -> tuple[str, str]:
+        """The replica's id, and its own and vLLM's metrics in Prometheus text format."""
+        return self._state.replica_id, self._state.metrics.scrape()
 
     async def health(self) -> dict[str, Any]:
         """``replica_id``, and whether its engine serves (``is_healthy``)."""

@@ -1,4 +1,4 @@
-"""A replica's series: its own OpenTelemetry instruments and vLLM's, all with a ``replica`` label."""
+"""A replica's series: its own OpenTelemetry instruments and vLLM's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry.metrics import CallbackOptions, Observation
 from prometheus_client import REGISTRY, generate_latest
 
-from services.telemetry import Telemetry, merge_expositions
+from services.telemetry import Telemetry
 from wisp_core.contracts import Outcome, PagerCounts, ReplicaSnapshot, ResizeOutcome
 
 Observer = Callable[[CallbackOptions], Iterable[Observation]]
@@ -16,8 +16,7 @@ Observer = Callable[[CallbackOptions], Iterable[Observation]]
 class ReplicaMetrics:
     """Counts what one replica does; gauges read the last snapshot."""
 
-    def __init__(self, replica_id: str) -> None:
-        self._replica_id = replica_id
+    def __init__(self) -> None:
         self._snapshot: ReplicaSnapshot | None = None
         self._telemetry = Telemetry()
         self._create_counters()
@@ -103,8 +102,7 @@ class ReplicaMetrics:
 
     def scrape(self) -> str:
         """Own series and vLLM's in Prometheus text format."""
-        page = self._telemetry.scrape() + generate_latest(REGISTRY).decode()
-        return merge_expositions({self._replica_id: page})
+        return self._telemetry.scrape() + generate_latest(REGISTRY).decode()
 
     def close(self) -> None:
         """Stop the provider."""

@@ -89,8 +89,8 @@ class Engine:
     async def health(self) -> dict[str, Any]:
         return {"replica_id": self._tag, "is_healthy": True}
 
-    async def scrape(self) -> str:
-        return f'# TYPE engine_up gauge\nengine_up{{replica="{self._tag}"}} 1\n'
+    async def scrape(self) -> tuple[str, str]:
+        return self._tag, "# TYPE engine_up gauge\nengine_up 1\n"
 
     async def facts(self) -> tuple[int, list[dict[str, Any]]]:
         return self._cancelled, self._bodies

@@ -160,7 +160,8 @@ class Deployed:
         self.handle = handle
 
     def scrape(self) -> str:
-        return str(self.handle.scrape.remote().result(timeout_s=20))
+        _, page = self.handle.scrape.remote().result(timeout_s=20)
+        return str(page)
 
     def policy_process(self, but_not: int = 0) -> psutil.Process:
         """The process in which the policy runs, once there is one other than ``but_not``."""

@@ -23,7 +23,7 @@ from services.telemetry import Telemetry
 from wisp_core.store.memory_store import MemoryStore
 from wisp_core.tenant_contracts import TenantSpec
 
-KEY, OTHER_KEY, ADMIN_KEY = "sk-tenant-a", "sk-tenant-b", "admin-secret"
+KEY, OTHER_KEY, ADMIN_KEY, METRICS_KEY = "sk-tenant-a", "sk-tenant-b", "admin-secret", "metrics-secret"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
 ANSWER = {"id": "x", "choices": [{"message": {"content": "hi"}}], "usage": USAGE}
 HEAD = {"status": 200, "headers": {}, "replica_id": "r1"}
@@ -77,6 +77,24 @@ class Call:
 
 
 @dataclass
+class Broadcast:
+    """What Serve gives for a call of all replicas; an answer None never comes, and an exception is raised."""
+
+    answers: list[Any]
+
+    async def _fetch_replica_results_async(self) -> list[Broadcast]:
+        return [Broadcast([answer]) for answer in self.answers]
+
+    async def get_async(self) -> Any:
+        (answer,) = self.answers
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@dataclass
 class ScriptedHandle:
     """Stands for Serve's handle; each call takes the next script."""
 
@@ -84,6 +102,7 @@ class ScriptedHandle:
     health: list[dict[str, Any]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     session_ids: list[str] = field(default_factory=list)
+    broadcasts: list[str] = field(default_factory=list)
 
     def options(self, *, stream: bool, session_id: str) -> ScriptedHandle:
         assert stream
@@ -99,13 +118,9 @@ class ScriptedHandle:
         return self.calls[-1]
 
     def broadcast(self, method_name: str) -> Any:
-        answers: list[Any] = list(self.health) if method_name == "health" else ["# TYPE wisp_x gauge\nwisp_x 1\n"]
-
-        class Response:
-            async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
-                return answers
-
-        return Response()
+        self.broadcasts.append(method_name)
+        answers: list[Any] = self.health if method_name == "health" else [("r1", "# TYPE wisp_x gauge\nwisp_x 1\n")]
+        return Broadcast(answers)
 
 
 @dataclass
@@ -128,11 +143,13 @@ class Reply:
 class Service:
     """An ingress in this process."""
 
-    def __init__(self, *, key_file: Path | None = None, started_s: float = 0.0, **limits: Any) -> None:
+    def __init__(
+        self, *, key_file: Path | None = None, started_s: float = 0.0, host: str = "127.0.0.1", **limits: Any
+    ) -> None:
         self.handle, self.own_handle = ScriptedHandle(), ScriptedHandle()
         self.store, self.telemetry = MemoryStore(), Telemetry()
         config = ServiceConfig(
-            http=HttpSettings(max_body_bytes=10_000, max_header_bytes=2_000, body_timeout_s=0.2),
+            http=HttpSettings(host=host, max_body_bytes=10_000, max_header_bytes=2_000, body_timeout_s=0.2),
             model=ModelSettings(path="models/tiny"),
             replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
             tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
@@ -150,7 +167,7 @@ class Service:
             dedicated={"own": ReplicaClient(self.own_handle, metrics.count_retry)},
             metrics=metrics,
         )
-        cluster = Cluster(
+        self.cluster = Cluster(
             self.store,
             [self.handle],
             lambda: self.handle,
@@ -161,7 +178,8 @@ class Service:
         )
         self.tenants = tenants
         admin = TenantAdmin(self.store, tenants, {"a": key_file, "b": None})
-        self.app = build_app(self.gateway, cluster, admin, config.http, admin_key=ADMIN_KEY)
+        keys = {"admin_key": ADMIN_KEY, "metrics_key": METRICS_KEY}
+        self.app = build_app(self.gateway, self.cluster, admin, config.http, **keys)
 
     async def request(
         self,

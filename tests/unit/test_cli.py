@@ -86,8 +86,8 @@ def test_model_tiny_writes_a_checkpoint_and_refuses_a_bad_shape(tmp_path: Path) 
 def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
     first = ServiceSecrets.load(tmp_path)
     assert ServiceSecrets.load(tmp_path) == first
-    assert len({first.admin_key, first.cache_salt_key, first.redis_password}) == 3
-    for name in ("admin", "cache-salt", "redis"):
+    assert len({first.admin_key, first.metrics_key, first.cache_salt_key, first.redis_password}) == 4
+    for name in ("admin", "metrics", "cache-salt", "redis"):
         path = secret_path(tmp_path, name)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

@@ -60,7 +60,7 @@ async def reported(store: MemoryStore, is_draining: bool) -> bool:
 
 
 async def test_a_drain_is_published_when_it_begins_and_when_it_ends() -> None:
-    store, engine, metrics = MemoryStore(), DrainingEngine(), ReplicaMetrics("r1")
+    store, engine, metrics = MemoryStore(), DrainingEngine(), ReplicaMetrics()
     state = ReplicaState(replica_id="r1", engine=cast(Any, engine), store=store, metrics=metrics)
     tasks = [asyncio.create_task(Reporter(state, LONG_S).run()), asyncio.create_task(PlanFollower(state).run())]
     try:

@@ -147,17 +147,16 @@ async def test_closing_a_buffer_stops_reading() -> None:
 
 
 def test_pages_merge_by_family_with_a_replica_on_every_series() -> None:
-    pages = {}
+    pages: list[tuple[str, str]] = []
     for name in ("one", "two"):
         telemetry = Telemetry()
         meter = telemetry.meter("test")
         meter.create_counter("wisp.turns", description="Turns.").add(2, {"tenant": "a"})
         meter.create_histogram("wisp.ttft", unit="s").record(0.3)
-        pages[name] = telemetry.scrape()
+        pages.append((name, telemetry.scrape()))
         telemetry.close()
-    pages["three"] = (
-        '# HELP wisp_turns_total Turns.\n# TYPE wisp_turns_total counter\nwisp_turns_total{replica="r"} 5\n'
-    )
+    labelled = '# HELP wisp_turns_total Turns.\n# TYPE wisp_turns_total counter\nwisp_turns_total{replica="r"} 5\n'
+    pages.append(("three", labelled))
     lines = merge_expositions(pages).splitlines()
     assert lines.count("# TYPE wisp_turns_total counter") == 1
     assert lines.count("# TYPE wisp_ttft_seconds histogram") == 1

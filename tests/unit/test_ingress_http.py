@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
+from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, METRICS_KEY, Broadcast, Service
+from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from services.ingress import cluster, replicas
 from services.ingress.cluster import Cluster
 from services.ingress.sessions import cache_salt
 from wisp_core.tenant_contracts import TurnRecord
@@ -152,7 +155,8 @@ async def test_unknown_urls_and_methods_answer_in_openai_s_form(service: Service
         assert (await service.request(path, method="POST")).status == 404
 
 
-async def test_readiness_tells_which_engine_is_dead(service: Service) -> None:
+async def test_readiness_tells_which_engine_is_dead(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SHARED_S", 0.0)
     good, bad = {"replica_id": "r1", "is_healthy": True}, {"replica_id": "r2", "is_healthy": False}
     for health, status in (([], 503), ([good], 503), ([good, bad], 503), ([good, {**good, "replica_id": "r2"}], 200)):
         service.handle.health = health
@@ -160,6 +164,45 @@ async def test_readiness_tells_which_engine_is_dead(service: Service) -> None:
         assert reply.status == status
         assert len(json.loads(reply.body)["replicas"]) == len(health)
     assert (await service.request("/healthz", headers={})).status == 200
+
+
+async def test_a_replica_that_hangs_or_fails_hides_no_other(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas.broadcast, "__defaults__", (0.05,))
+    good = {"replica_id": "r1", "is_healthy": True}
+    service.handle.health = [None, good, RayActorError()]
+    ready = await service.request("/readyz", headers={})
+    assert (ready.status, json.loads(ready.body)["replicas"]) == (503, [good])
+    page = "# TYPE wisp_x gauge\nwisp_x 1\n"
+    monkeypatch.setattr(service.handle, "broadcast", lambda method_name: Broadcast([None, ("r2", page)]))
+    text = (await service.request("/metrics", headers={})).body.decode()
+    assert 'wisp_x{replica="r2"} 1.0' in text
+
+
+async def test_all_who_ask_at_once_whether_it_is_ready_cost_one_question(service: Service) -> None:
+    service.handle.health = [{"replica_id": name, "is_healthy": True} for name in ("r1", "r2")]
+    ready = await asyncio.gather(*(service.request("/readyz", headers={}) for _ in range(50)))
+    assert [reply.status for reply in ready] == [200] * 50
+    assert service.handle.broadcasts == ["health"]
+
+
+async def test_pages_are_merged_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def merge(pages: Any) -> str:
+        threads.append(threading.current_thread())
+        return "page"
+
+    monkeypatch.setattr(cluster, "merge_expositions", merge)
+    assert (await service.request("/metrics", headers={})).body == b"page"
+    assert threads != [threading.main_thread()]
+
+
+async def test_off_loopback_metrics_take_a_key_that_opens_nothing_else() -> None:
+    service = Service(host="0.0.0.0")
+    for key, status in (("", 401), (KEY, 401), (METRICS_KEY, 200), (ADMIN_KEY, 200)):
+        assert (await service.request("/metrics", headers={"authorization": f"Bearer {key}"})).status == status
+    for path in ("/wisp/status", "/wisp/tenants", "/wisp/recording", "/v1/models"):
+        assert (await service.request(path, headers={"authorization": f"Bearer {METRICS_KEY}"})).status == 401
 
 
 async def test_a_service_without_replicas_yet_is_not_ready(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,22 +229,17 @@ async def test_metrics_show_every_process_once_per_family(service: Service) -> N
     await service.chat()
     text = (await service.request("/metrics", headers={})).body.decode()
     assert 'wisp_ingress_turns_total{replica="ingress",status="200",tenant="a"} 1.0' in text
-    assert 'wisp_x{replica="replica-0"} 1.0' in text
+    assert 'wisp_x{replica="r1"} 1.0' in text
     assert text.count("# TYPE wisp_x gauge") == 1
 
 
 async def test_metrics_show_every_ingress(service: Service) -> None:
-    pages = [
-        f'# TYPE wisp_y gauge\nwisp_y{{replica="ingress-{name}"}} {value}\n' for name, value in (("a", 1), ("b", 2))
-    ]
+    pages = [(f"ingress-{name}", f"# TYPE wisp_y gauge\nwisp_y {value}\n") for name, value in (("a", 1), ("b", 2))]
 
     class Ingresses:
         def broadcast(self, method_name: str) -> Any:
             assert method_name == "scrape"
-            return SimpleNamespace(results_async=self._results)
-
-        async def _results(self, **options: Any) -> list[str]:
-            return pages
+            return Broadcast(pages)
 
     text = await Cluster(
         service.store,

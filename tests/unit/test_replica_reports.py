@@ -55,7 +55,7 @@ def signature_of(key: str) -> Signature:
 
 
 async def test_signatures_that_the_store_did_not_take_come_with_the_next_report() -> None:
-    store, engine, metrics = FailingStore(), Engine(), ReplicaMetrics("r1")
+    store, engine, metrics = FailingStore(), Engine(), ReplicaMetrics()
     state = ReplicaState(replica_id="r1", engine=cast(Any, engine), store=store, metrics=metrics)
     state.prompt_groups.note("t/u/a", "t/@p")
     reporter = Reporter(state, period_s=60.0)

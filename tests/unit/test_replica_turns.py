@@ -35,7 +35,7 @@ class OnEngine(Replica):
     """A replica whose engine is there already."""
 
     def __init__(self, engine: DyingEngine) -> None:
-        self._state = ReplicaState("r1", cast(Any, engine), MemoryStore(), ReplicaMetrics("r1"))
+        self._state = ReplicaState("r1", cast(Any, engine), MemoryStore(), ReplicaMetrics())
 
     def __del__(self) -> None:  # type: ignore[override]
         """Serve would await it."""
