@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wisp_core.errors import ConfigurationError
 from wisp_core.model import tiny_tokenizer
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _TOPICS, _WORDS_PER_TOPIC = 8, 192  # of the tokenizer that stands in for the model's own
 TOKENIZER_VOCAB_SIZE = tiny_tokenizer.vocab_size(_TOPICS, _WORDS_PER_TOPIC)
 """Ids that this tokenizer has words for."""
@@ -34,26 +32,6 @@ class Shape:
     vocab_size: int
     max_positions: int = 40960
     dtype: str = "bfloat16"
-
-    @property
-    def w13_bytes(self) -> int:
-        """Bytes of one layer's gate and up projections, all experts."""
-        return 2 * self.experts * self.moe_intermediate * self.hidden * _DTYPE_BYTES[self.dtype]
-
-    @property
-    def w2_bytes(self) -> int:
-        """Bytes of one layer's down projections, all experts."""
-        return self.w13_bytes // 2
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert of one layer."""
-        return (self.w13_bytes + self.w2_bytes) // self.experts
-
-    @property
-    def experts_bytes(self) -> int:
-        """Bytes of all experts of all layers."""
-        return self.layers * self.experts * self.expert_bytes
 
 
 QWEN3_30B_A3B = Shape(
@@ -85,30 +63,6 @@ SHAPES = {
         vocab_size=2048,
     ),
 }
-
-
-def read_shape(directory: Path) -> Shape:
-    """The shape of a checkpoint or of what `write_shape` wrote. Raises ConfigurationError when it is not Qwen3-MoE."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        names = ", ".join(SHAPES)
-        raise ConfigurationError(f"{directory} holds no config.json: name a checkpoint, or one of {names}") from None
-    if config.get("model_type") != "qwen3_moe":
-        raise ConfigurationError(f"{directory}: model_type {config.get('model_type')!r}, benchmarks need 'qwen3_moe'")
-    return Shape(
-        layers=config["num_hidden_layers"],
-        experts=config["num_experts"],
-        top_k=config["num_experts_per_tok"],
-        hidden=config["hidden_size"],
-        moe_intermediate=config["moe_intermediate_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-    )
 
 
 def write_shape(directory: Path, shape: Shape) -> None:

@@ -192,11 +192,9 @@ def prefetch(
 ) -> None:
     """Prefetch of predicted experts, on against off; and the concurrency that each cap leaves room for (GPU)."""
     config = _config(PREFETCH, common, caps=caps, batches=batches, guesses=guesses)
-    with tempfile.TemporaryDirectory() as scratch:
-        concurrency = concurrency_by_cap(config, plan.find_model(config.concurrency_model, Path(scratch)))
 
     def summarize(rows: Sequence[report.Row]) -> report.Row:
-        return PREFETCH.summarize(rows) | {"concurrency": concurrency}
+        return PREFETCH.summarize(rows) | {"concurrency": concurrency_by_cap(config)}
 
     _measure(config, dataclasses.replace(PREFETCH, summarize=summarize), common)
 

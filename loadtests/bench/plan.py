@@ -33,7 +33,10 @@ from loadtests.bench.job import (
 )
 from loadtests.bench.modes import BASELINES, Mode, mode_arguments
 from loadtests.bench.online.in_process import InProcessConfig
-from loadtests.shapes import SHAPES, Shape, read_shape, write_shape
+from loadtests.shapes import SHAPES, write_shape
+from wisp_core.errors import ConfigurationError
+from wisp_core.planner.model_config import read_config
+from wisp_core.planner.model_shape import ModelShape, read_shape
 
 NamedJob = tuple[str, Job]
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -47,18 +50,23 @@ class Model:
     """A directory that vLLM can read, and its shape."""
 
     directory: Path
-    shape: Shape
+    shape: ModelShape
     has_made_up_weights: bool
 
 
 def find_model(name: str, scratch: Path) -> Model:
     """A named shape, written into ``scratch``, or a checkpoint's directory. Raises ConfigurationError."""
-    if name in SHAPES:
-        write_shape(scratch / name, SHAPES[name])
-        return Model(scratch / name, SHAPES[name], has_made_up_weights=True)
     directory = Path(name).resolve()
+    if name in SHAPES:
+        directory = scratch / name
+        write_shape(directory, SHAPES[name])
+    elif not (directory / "config.json").exists():
+        raise ConfigurationError(f"{name} holds no config.json: name a checkpoint, or one of {', '.join(SHAPES)}")
+    config = read_config(str(directory))
+    if config.get("model_type") != "qwen3_moe":
+        raise ConfigurationError(f"{name}: model_type {config.get('model_type')!r}, benchmarks need 'qwen3_moe'")
     has_weights = any(directory.glob("*.safetensors"))
-    return Model(directory, read_shape(directory), has_made_up_weights=not has_weights)
+    return Model(directory, read_shape(config, name=name), has_made_up_weights=not has_weights)
 
 
 def decode_jobs(config: DecodeConfig, model: Model) -> list[NamedJob]:
@@ -103,8 +111,8 @@ def _prefill_positions(config: PrefillConfig) -> int:
     return max(config.prompt_tokens) + 2
 
 
-def _mode_cap(config: PrefillConfig, shape: Shape, mode: Mode) -> int:
-    return shape.experts if mode is Mode.RESIDENT else _cap(shape, config.fraction)
+def _mode_cap(config: PrefillConfig, shape: ModelShape, mode: Mode) -> int:
+    return shape.num_experts if mode is Mode.RESIDENT else _cap(shape, config.fraction)
 
 
 def _decode_jobs(
@@ -112,7 +120,7 @@ def _decode_jobs(
 ) -> Iterator[tuple[str, DecodeJob]]:
     shape = model.shape
     caps = tuple(sorted({_cap(shape, fraction) for fraction in config.fractions}))
-    wanted = [(Mode.RESIDENT, (shape.experts,)), *([(Mode.PAGED, caps)] if caps else [])]
+    wanted = [(Mode.RESIDENT, (shape.num_experts,)), *([(Mode.PAGED, caps)] if caps else [])]
     wanted += [(mode, (_cap(shape, fraction),)) for mode, fraction in config.baselines]
     own_tokens = (config.warmup_tokens, config.timed_tokens)
     baseline_tokens = (config.baseline_warmup_tokens, config.baseline_timed_tokens)
@@ -196,7 +204,7 @@ def identity_jobs(config: IdentityConfig, model: Model) -> list[NamedJob]:
     without = replace(config.engine, engine_args=eager | {"enforce_eager": True})
     jobs: list[NamedJob] = []
     for kind, engine in (("graphs", with_graphs), ("eager", without)):
-        for mode, caps in ((Mode.RESIDENT, (model.shape.experts,)), (Mode.PAGED, config.caps)):
+        for mode, caps in ((Mode.RESIDENT, (model.shape.num_experts,)), (Mode.PAGED, config.caps)):
             at_cap = _engine_at_cap(engine, model, mode, caps[0], limits)
             jobs.append((f"{mode.value}-{kind}", _job(IdentityJob, config, at_cap, caps=caps, batches=batches)))
     sized = _sized_engine(with_graphs, model, {**limits, "enable_prefix_caching": False}, config.budget_bytes)
@@ -279,18 +287,18 @@ def _with_graphs(config: EngineConfig, batches: tuple[int, ...]) -> EngineConfig
     return replace(config, engine_args=config.engine_args | {"compilation_config": graphs})
 
 
-def _cap(shape: Shape, fraction: float) -> int:
-    return min(shape.experts, max(shape.top_k, math.floor(fraction * shape.experts + 0.5)))
+def _cap(shape: ModelShape, fraction: float) -> int:
+    return min(shape.num_experts, max(shape.top_k, math.floor(fraction * shape.num_experts + 0.5)))
 
 
-def _trace(config: EngineConfig, shape: Shape, sessions: int, positions: int) -> TraceJob | None:
+def _trace(config: EngineConfig, shape: ModelShape, sessions: int, positions: int) -> TraceJob | None:
     if config.routing == "real":
         return None
     return TraceJob(
         sessions=sessions,
         positions=min(positions, _MAX_TRACE_POSITIONS),
-        layers=shape.layers,
-        experts=shape.experts,
+        layers=shape.num_moe_layers,
+        experts=shape.num_experts,
         top_k=shape.top_k,
         seed=config.trace_seed,
     )

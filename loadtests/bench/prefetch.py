@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 from loadtests.bench.configs import DecodeConfig, EngineConfig, gpu_engine
 from loadtests.bench.job import DecodeJob
 from loadtests.bench.plan import Model, NamedJob, decode_jobs
+from loadtests.report import Row
+from loadtests.shapes import SHAPES, config_of
 from wisp_core.planner.cards import H200
 from wisp_core.planner.estimate import EngineChoice, memory_layout, other_bytes
 from wisp_core.planner.model_shape import read_shape
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ def prefetch_jobs(config: PrefetchConfig, model: Model) -> list[NamedJob]:
         engine = dataclasses.replace(config.engine, wisp=config.engine.wisp | {"prefetch": guesses})
         decode = DecodeConfig(
             engine=engine,
-            fractions=tuple(cap / model.shape.experts for cap in config.caps),
+            fractions=tuple(cap / model.shape.num_experts for cap in config.caps),
             baselines=(),
             batches=config.batches,
             warmup_tokens=config.warmup_tokens,
@@ -93,9 +92,9 @@ def prefetch_summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def concurrency_by_cap(config: PrefetchConfig, model: Model) -> list[Row]:
+def concurrency_by_cap(config: PrefetchConfig) -> list[Row]:
     """Sessions of ``session_tokens`` whose KV fits beside each cap in one budget, by the engine's own arithmetic."""
-    shape = read_shape(json.loads((model.directory / "config.json").read_text()), name=model.directory.name)
+    shape = read_shape(config_of(SHAPES[config.concurrency_model]), name=config.concurrency_model)
     choice = EngineChoice(max_model_len=config.session_tokens, max_num_seqs=256, min_cap=min(config.caps))
     pooled_bytes = config.budget_bytes - other_bytes(shape, choice)
     layout = memory_layout(shape, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)

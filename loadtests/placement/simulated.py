@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loadtests.shapes import SHAPES, write_shape
+from loadtests.shapes import SHAPES, config_of
 from loadtests.traces import Trace, generate, workflow
 from wisp_core.planner.cards import find_card
 from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
@@ -141,9 +138,7 @@ def _perfect_split(config: SimulatedConfig, engine: EngineModel) -> float:
 
 
 def _engine(config: SimulatedConfig, own_share: float, zipf_exponent: float) -> tuple[EngineModel, RoutingModel]:
-    with tempfile.TemporaryDirectory() as scratch:
-        write_shape(Path(scratch), SHAPES[config.model])
-        shape = read_shape(json.loads((Path(scratch) / "config.json").read_text()), name=config.model)
+    shape = read_shape(config_of(SHAPES[config.model]), name=config.model)
     card = find_card(config.card)
     choice = EngineChoice(max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs)
     pooled_bytes = config.budget_bytes - other_bytes(shape, choice)

@@ -7,7 +7,7 @@ import pytest
 
 from loadtests.bench import configs
 from loadtests.bench.job import JOB, BudgetJob, DecodeJob, IdentityJob, LatencyJob, OnlineJob, PrefillJob, ResizeJob
-from loadtests.bench.modes import BASELINES, Mode, mode_arguments
+from loadtests.bench.modes import BASELINES, Mode, layer_parameter_bytes, mode_arguments
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.plan import (
     budget_jobs,
@@ -19,27 +19,23 @@ from loadtests.bench.plan import (
     prefill_jobs,
     resize_jobs,
 )
-from loadtests.shapes import SHAPES, read_shape
+from loadtests.shapes import SHAPES, config_of
 from wisp_core.errors import ConfigurationError
+from wisp_core.planner.model_shape import read_shape
 
-SHAPE = SHAPES["qwen3-30b-a3b"]
+SHAPE = read_shape(config_of(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
+W13_BYTES, W2_BYTES = layer_parameter_bytes(SHAPE)
 GIB = 1 << 30
-
-
-def test_the_30b_shape_has_the_sizes_of_the_model() -> None:
-    assert SHAPE.w13_bytes == 128 * 1536 * 2048 * 2
-    assert SHAPE.expert_bytes == 9 << 20
-    assert SHAPE.experts_bytes == 54 * GIB
 
 
 @pytest.mark.parametrize("cap", [16, 32, 64, 96])
 @pytest.mark.parametrize("mode", [Mode.UVA_EXPERTS, Mode.UVA_ALL])
 def test_uva_keeps_no_less_on_the_device_than_the_pager(mode: Mode, cap: int) -> None:
     offload_bytes = mode_arguments(mode, SHAPE, cap).engine_args["cpu_offload_gb"] * GIB
-    paged_bytes = SHAPE.layers * (SHAPE.experts - cap) * SHAPE.expert_bytes
-    slack = SHAPE.w13_bytes + (SHAPE.w13_bytes if mode is Mode.UVA_ALL else 0)
+    paged_bytes = SHAPE.num_moe_layers * (SHAPE.num_experts - cap) * SHAPE.expert_bytes
+    slack = W13_BYTES + (W13_BYTES if mode is Mode.UVA_ALL else 0)
     # vLLM stops after the parameter with which it reaches the limit, so `uva_all` may go over by one.
-    over = SHAPE.w13_bytes if mode is Mode.UVA_ALL else 0
+    over = W13_BYTES if mode is Mode.UVA_ALL else 0
     assert paged_bytes - slack <= offload_bytes + over
     assert offload_bytes + over <= paged_bytes
 
@@ -48,27 +44,27 @@ def test_uva_of_experts_offloads_whole_parameters() -> None:
     arguments = mode_arguments(Mode.UVA_EXPERTS, SHAPE, 32).engine_args
     assert arguments["cpu_offload_params"] == ["experts"]
     # 36 of 48 layers: 25 % of the experts stay, exactly.
-    assert int(arguments["cpu_offload_gb"] * GIB) == 36 * (SHAPE.w13_bytes + SHAPE.w2_bytes)
+    assert int(arguments["cpu_offload_gb"] * GIB) == 36 * (W13_BYTES + W2_BYTES)
 
 
 def test_the_copying_offloader_pays_for_the_layer_in_flight() -> None:
     uva, copying = (mode_arguments(mode, SHAPE, 32) for mode in (Mode.UVA_EXPERTS, Mode.OFFLOAD_COPY))
     more = copying.engine_args["cpu_offload_gb"] - uva.engine_args["cpu_offload_gb"]
-    assert more * GIB == SHAPE.w13_bytes + SHAPE.w2_bytes
+    assert more * GIB == W13_BYTES + W2_BYTES
     assert copying.env == {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1"}
 
 
 def test_prefetch_counts_its_buffer_as_resident() -> None:
     arguments = mode_arguments(Mode.PREFETCH_OFFLOAD, SHAPE, 32).engine_args
-    resident_layers = SHAPE.layers - arguments["offload_num_in_group"] + arguments["offload_prefetch_step"]
-    assert arguments["offload_group_size"] == SHAPE.layers
+    resident_layers = SHAPE.num_moe_layers - arguments["offload_num_in_group"] + arguments["offload_prefetch_step"]
+    assert arguments["offload_group_size"] == SHAPE.num_moe_layers
     assert resident_layers == 12
 
 
 @pytest.mark.parametrize("mode", BASELINES)
 def test_a_baseline_with_every_expert_is_refused(mode: Mode) -> None:
     with pytest.raises(ValueError, match="nothing to offload"):
-        mode_arguments(mode, SHAPE, SHAPE.experts)
+        mode_arguments(mode, SHAPE, SHAPE.num_experts)
 
 
 def test_a_decode_run_is_resident_then_paged_then_baselines(tmp_path: Path) -> None:
@@ -184,9 +180,10 @@ def test_jobs_survive_json(tmp_path: Path) -> None:
 def test_a_shape_is_read_back_as_written(tmp_path: Path) -> None:
     model = find_model("tiny", tmp_path)
     assert model.has_made_up_weights
-    assert read_shape(model.directory) == SHAPES["tiny"]
+    assert model.shape == read_shape(config_of(SHAPES["tiny"]), name="tiny")
     again = find_model(str(model.directory), tmp_path)
-    assert (again.shape, again.has_made_up_weights) == (model.shape, True)
+    assert again.has_made_up_weights
+    assert dataclasses.replace(again.shape, name="tiny") == model.shape
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

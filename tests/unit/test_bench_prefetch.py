@@ -66,8 +66,8 @@ def test_guesses_are_compared_with_none() -> None:
     assert not prefetch_summary([row(0, 1, 1), row(4, 1, 1, answer="b")])["are_outputs_equal"]
 
 
-def test_smaller_caps_leave_room_for_more_sessions(config: PrefetchConfig, model: Model) -> None:
-    found = concurrency_by_cap(config, model)
+def test_smaller_caps_leave_room_for_more_sessions(config: PrefetchConfig) -> None:
+    found = concurrency_by_cap(config)
     assert {8, 16, 32} <= {entry["cap"] for entry in found}
     sessions = [entry["sessions"] for entry in found]
     assert sessions == sorted(sessions, reverse=True)
