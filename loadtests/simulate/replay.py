@@ -1,18 +1,36 @@
-"""Recordings of a real service against their replay in the simulator: calibrated on one, judged on others."""
+"""Recordings of a real service against their replay in the simulator: calibrated on one, judged on others.
+
+Only costs, and what the sessions of a topic use, come from the recording that is fitted. Of a judged one the simulator
+gets the workload (lengths, pauses, topics) and the split of the start; where turns run, and how the split moves, is for
+the product's own router and policy to decide. A recording without working sets is followed instead: turns run where
+they ran.
+
+Small changes of when turns come change who shares a replica, in the service as here. So a replay is the mean of a few
+runs, whose pauses are drawn within a percent of the recorded ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+import numpy as np
 
 from policies.damping import Damped, Damping
 from policies.registry import load_policy
 from wisp_core.simulator.calibration import calibrated_engine, compare, replay, starting_split
+from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.recording import read_recording
+from wisp_core.simulator.routers import ScoredRouter
 from wisp_core.simulator.simulation import SimulationSettings
+from wisp_core.simulator.topic_curves import TopicCurves
+from wisp_core.simulator.trace import Trace
+
+_FIGURES = ("measured_turn_s", "simulated_turn_s", "measured_ttft_s", "simulated_ttft_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +44,52 @@ class ReplayConfig:
     pass_tokens: int = 1024
     epoch_s: float = 1.0
     window_s: float = 5.0
+    num_runs: int = 6
+    pause_spread: float = 0.01
+    """Standard deviation of pauses over the recorded ones."""
 
 
 def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
     """A row for the fitted recording and each judged one."""
     fitted = read_recording(directory / config.fit)
-    settings = SimulationSettings(epoch_s=config.epoch_s, window_s=config.window_s)
+    settings = SimulationSettings(epoch_s=config.epoch_s, window_s=config.window_s, learns_users=True)
     engine = calibrated_engine(fitted, pass_tokens=config.pass_tokens, policy=_moving("static"), settings=settings)
     for name, policy in ((config.fit, "static"), *config.judged):
         recording = read_recording(directory / name)
         split = starting_split(recording)
-        result = replay(recording.trace, engine, split=split, policy=_moving(policy), settings=settings)
-        figures = compare(recording.trace, result)
+        runs = []
+        for trace in _jittered(recording.trace, config):
+            placing = _placing(engine)
+            result = replay(trace, engine, split=split, policy=_moving(policy), settings=settings, **placing)
+            runs.append(compare(recording.trace, result))
+        figures = {name: fmean(getattr(run, name) for run in runs) for name in _FIGURES}
+        simulated = [run.simulated_turn_s for run in runs]
         yield {
             "recording": Path(name).stem,
+            "work": recording.trace.source,
             "is_fitted": name == config.fit,
             "policy": policy,
             "cap": split.cap,
-            **asdict(figures),
-            "off_by": figures.error,
+            "turns": runs[0].turns,
+            **figures,
+            "simulated_turn_sd_s": stdev(simulated) if len(simulated) > 1 else 0.0,
+            "off_by": figures["simulated_turn_s"] / figures["measured_turn_s"] - 1,
         }
+
+
+def _placing(engine: EngineModel) -> dict[str, Any]:
+    """The product's router, where it can be told what it would know."""
+    return {"router": ScoredRouter(), "routing": engine.curves} if isinstance(engine.curves, TopicCurves) else {}
+
+
+def _jittered(trace: Trace, config: ReplayConfig) -> Iterator[Trace]:
+    """``trace`` so often, each time with slightly other pauses."""
+    for seed in range(config.num_runs):
+        rng, turns = np.random.default_rng(seed), trace.turns.copy()
+        for column in ("at_s", "think_s"):
+            factors = 1.0 + config.pause_spread * rng.standard_normal(len(turns))
+            turns[column] *= np.clip(factors, 0.0, 2.0)
+        yield replace(trace, turns=turns)
 
 
 def _moving(name: str) -> Damped[Any]:
@@ -56,7 +100,7 @@ def _moving(name: str) -> Damped[Any]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the judged recordings, and whether the simulator orders all of them as the service does.
+    """Errors of the judged recordings, and whether the simulator orders those of the same work as the service does.
 
     ``swapped`` names the pairs that it orders otherwise, with the measured difference.
     """
@@ -64,7 +108,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     swapped = [
         f"{one['recording']}, {other['recording']}: {abs(one['measured_turn_s'] / other['measured_turn_s'] - 1):.1%}"
         for one, other in combinations(rows, 2)
-        if (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
+        if one["work"] == other["work"]
+        and (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
     ]
     return {
         "worst_error_pct": max(100 * abs(row["off_by"]) for row in judged),

@@ -90,14 +90,14 @@ def test_a_file_keeps_trace_and_snapshots(tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     write_recording(path, recording)
     again = read_recording(path)
-    assert again.snapshots == (snapshot,)
+    assert (again.snapshots, again.started_at_s) == ((snapshot,), 100.0)
     assert [one.key for one in again.signatures] == ["0", "1"], "sessions by number, nobody else"
     assert again.trace.turns["duration_s"].tolist() == [2.0, 2.0]
     assert len(read_trace(path)) == 2
     assert again.matches(2, 8, 2)
     assert not again.matches(2, 8, 4)
     path.write_text(path.read_text() + '{"snapshot": {"replica_id": 3}}\n')
-    with pytest.raises(ConfigurationError, match="line 7"):
+    with pytest.raises(ConfigurationError, match="line 8"):
         read_recording(path)
 
 

@@ -15,7 +15,7 @@ from routing_fleets import NOW_S, NUM_EXPERTS, NUM_LAYERS, fleet_of, one, topic
 from wisp_core.contracts import CostFit, KvDemand, MemoryLayout, PagerCounts, ReplicaSnapshot, Split
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.route import route
-from wisp_core.routing.union import least_kept, union_misses, union_misses_above
+from wisp_core.routing.union import least_kept, union_misses, union_misses_above, union_misses_by_cap
 from wisp_core.routing.views import ReplicaFigures, RoutingRequest, RoutingWeights, Uses, figures_of, sampled_layers
 
 
@@ -174,6 +174,7 @@ def test_a_union_misses_what_is_not_among_the_most_used(uses: np.ndarray, cap: i
     kept = np.stack([least_kept(rates, cap) for rates in uses])
     assert union_misses(uses.copy(), caps) == pytest.approx(expected, abs=1e-5)
     assert union_misses_above(uses.copy(), caps, kept) == pytest.approx(expected, abs=1e-4)
+    assert [union_misses_by_cap(one)[cap] for one in uses] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_decision_among_a_thousand_replicas_takes_about_a_millisecond_at_most() -> None:

@@ -39,6 +39,17 @@ def union_misses_above(
     return copies
 
 
+def union_misses_by_cap(uses: npt.NDArray[np.float32]) -> Copies:
+    """Copies per step of whatever has the uses [S, E], with every number of slots from 0 to E; [E + 1]."""
+    needs = np.sort(_needs(uses.copy()), axis=-1).sum(axis=0, dtype=np.float64)
+    return np.concatenate((np.cumsum(needs)[::-1], [0.0]))
+
+
+def distinct_experts(uses: npt.NDArray[np.float32]) -> float:
+    """Experts of all layers that a step with these uses needs."""
+    return float(_needs(uses.copy()).sum())
+
+
 def least_kept(rates: npt.NDArray[np.float32], cap: int) -> npt.NDArray[np.float32]:
     """The ``cap``-th largest rate of each layer, ``[S, E]`` to ``[S]``."""
     at = rates.shape[-1] - cap

@@ -1,9 +1,9 @@
 """The costs of a live service's engine from a recording of it, so that the simulator stands for that service.
 
-Curves and compute constants are what the replicas have measured of themselves. Two more are fitted, since no part of
-the service sees them alone: what a decode step costs beside its forward (scheduling, sampling, sending), and what a
-turn costs outside the engine. Each is a difference between the recording and its replay, of the mean time per token
-and of the time to first token, there the median: most turns wait for no others.
+Costs are what the replicas have measured of themselves. What a decode step misses goes by who decodes, where the
+recording tells sessions' working sets, else by the batch alone. Fitted is only what a turn costs outside the engine, as
+no replica sees it: the median of the difference in time to first token between the recording and its replay, since most
+turns wait for no others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import numpy as np
 from wisp_core.contracts import ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.engine_model import EngineModel
+from wisp_core.simulator.miss_curves import MissCurves
 from wisp_core.simulator.recording import Recording
 from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.simulation import SimulationSettings, simulate
+from wisp_core.simulator.topic_curves import TopicCurves
 from wisp_core.simulator.trace import Trace
+from wisp_core.simulator.union_ratio import is_warm, union_ratio_by_cap
 
-_ROUNDS = 6
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +56,8 @@ def calibrated_engine(recording: Recording, *, pass_tokens: int, **options: obje
     engine = _measured_engine(recording, pass_tokens)
     for _ in range(_ROUNDS):
         result = replay(recording.trace, engine, split=starting_split(recording), **options)
-        measured, simulated = _token_s(recording.trace), _simulated_token_s(result)
-        turns = recording.trace.turns
-        late_s = float(np.nanmedian(turns["ttft_s"] - result.ttft_s))
-        engine = replace(
-            engine,
-            step_s=max(0.0, engine.step_s + measured - simulated),
-            turn_s=max(0.0, engine.turn_s + late_s),
-        )
+        late_s = float(np.nanmedian(recording.trace.turns["ttft_s"] - result.ttft_s))
+        engine = replace(engine, turn_s=max(0.0, engine.turn_s + late_s))
     return engine
 
 
@@ -107,22 +104,30 @@ def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
     if not fitted:
         raise ConfigurationError(f"{recording.trace.source}: no snapshot has fitted costs; record under load")
     last = fitted[-1]
-    at_no_token, per_token = pass_misses_by_tokens(fitted)
+    at_no_token, per_token = pass_misses_by_tokens([one for one in fitted if is_warm(one)] or fitted)
     return EngineModel(
         name=last.model,
         layout=last.layout,
         budget_bytes=last.budget_bytes,
         link_bytes_per_s=last.link_bytes_per_s,
-        curves=recording.expert_curves(),
+        curves=_curves(recording),
         step_s=_mean(fitted, "step_s"),
         row_s=_mean(fitted, "token_s"),
         pass_s=_mean(fitted, "pass_s"),
         token_s=_mean(fitted, "prompt_token_s"),
         pass_tokens=pass_tokens,
         is_pass_overlapped=False,
+        starts_cold=True,
         pass_misses_by_cap=at_no_token,
         pass_misses_per_token_by_cap=per_token,
     )
+
+
+def _curves(recording: Recording) -> MissCurves:
+    rates = recording.topic_rates()
+    if rates is None:
+        return recording.expert_curves()
+    return TopicCurves(rates, union_ratio_by_cap(recording, rates))
 
 
 def pass_misses_by_tokens(snapshots: list[ReplicaSnapshot]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -147,15 +152,3 @@ def _mean(snapshots: list[ReplicaSnapshot], name: str) -> float:
     """Of the later half: a fit settles."""
     late = snapshots[len(snapshots) // 2 :]
     return float(np.mean([getattr(one.fit, name) for one in late]))
-
-
-def _token_s(trace: Trace) -> float:
-    """Seconds per output token after the first."""
-    turns = trace.turns[np.isfinite(trace.turns["ttft_s"])]
-    return float((turns["duration_s"] - turns["ttft_s"]).sum() / (turns["output_tokens"] - 1).clip(min=0).sum())
-
-
-def _simulated_token_s(result: SimulationResult) -> float:
-    has_run = np.isfinite(result.ended_s)
-    outputs = result.trace.turns["output_tokens"][has_run]
-    return float((result.ended_s - result.first_token_s)[has_run].sum() / (outputs - 1).clip(min=0).sum())

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
+import numpy.typing as npt
 
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.views import ReplicaFigures, RoutingWeights, Uses
-from wisp_core.simulator.expert_curves import RoutingModel
 from wisp_core.simulator.replica import Job, Replica
 from wisp_core.simulator.routers import replica_name
+
+
+class WorkingSets(Protocol):
+    """Who knows what topics use."""
+
+    def use_rates(self, num_topics: int) -> npt.NDArray[np.float32]:
+        """Expected uses per decode token of each topic, [topics, layers, E]."""
+        ...
 
 
 class Cluster:
@@ -18,7 +28,7 @@ class Cluster:
         self,
         replicas: list[Replica],
         *,
-        routing: RoutingModel | None,
+        routing: WorkingSets | None,
         num_topics: int,
         refresh_s: float,
         weights: RoutingWeights | None = None,
@@ -36,6 +46,7 @@ class Cluster:
         self.now_s = 0.0
         self._rates = None if routing is None else routing.use_rates(num_topics)
         self._uses = [] if self._rates is None else [Uses.of(rates) for rates in self._rates]
+        self._uses_of_all = None if self._rates is None else Uses.of(self._rates.mean(axis=0))
 
     @property
     def num_replicas(self) -> int:
@@ -46,9 +57,9 @@ class Cluster:
         """Turns there now."""
         return self._turns[replica]
 
-    def uses(self, topic: int) -> Uses | None:
-        """The working set of a session on ``topic``."""
-        return self._uses[topic] if self._uses else None
+    def uses(self, topic: int | None) -> Uses | None:
+        """The working set of a session on ``topic``; None: of nobody knows which, so of all."""
+        return self._uses[topic] if self._uses and topic is not None else self._uses_of_all
 
     def begin_turn(self, replica: int, job: Job) -> None:
         """A turn was sent there."""

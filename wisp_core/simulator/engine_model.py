@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wisp_core.contracts import MemoryLayout, Split
-from wisp_core.simulator.expert_curves import ExpertCurves
+from wisp_core.simulator.miss_curves import MissCurves
 
 
 class DecodeStep(NamedTuple):
@@ -37,7 +37,7 @@ class EngineModel:
     budget_bytes: int
     """Both pools together."""
     link_bytes_per_s: float
-    curves: ExpertCurves
+    curves: MissCurves
     step_s: float
     row_s: float = 0.0
     distinct_s: float = 0.0
@@ -59,6 +59,8 @@ class EngineModel:
     """Passes of up to so many tokens read missing experts where they lie, as they need them; None: all do."""
     in_place_stretch: float | None = None
     """The stretch of those; None: of all passes."""
+    starts_cold: bool = False
+    """Slots are empty until the first decode step has filled them; False: taken to be filled before the first turn."""
     turn_s: float = 0.0
     """What a turn costs outside the engine: HTTP, placement, tokenization."""
     resize_s: float = 0.01
@@ -83,15 +85,15 @@ class EngineModel:
         rest_bytes = self.budget_bytes - self.layout.experts_bytes_by_cap[cap]
         return Split(cap=cap, kv_blocks=self.layout.kv_blocks_within(rest_bytes))
 
-    def decode_step(self, cap: int, batch: int, topics: int) -> DecodeStep:
-        """A decode step of ``batch`` sessions on ``topics`` topics; remembered, since few of them differ."""
-        step = self._steps.get((cap, batch, topics))
+    def decode_step(self, cap: int, batch: int, mix: int) -> DecodeStep:
+        """A decode step of ``batch`` sessions, a mix of topics; remembered, since few of them differ."""
+        step = self._steps.get((cap, batch, mix))
         if step is None:
-            distinct = self.curves.distinct_experts(batch, topics)
-            misses = self.curves.by_cap(batch, topics)[cap]
+            distinct = self.curves.distinct_experts(batch, mix)
+            misses = self.curves.by_cap(batch, mix)[cap]
             compute_s = self.step_s + self.row_s * batch + self.distinct_s * distinct
             step = DecodeStep(compute_s + misses * self.copy_s, misses * self.copy_s, misses, distinct)
-            self._steps[cap, batch, topics] = step
+            self._steps[cap, batch, mix] = step
         return step
 
     def pass_misses(self, cap: int, tokens: int) -> float:
@@ -121,7 +123,3 @@ class EngineModel:
 
     def _is_in_place(self, tokens: int) -> bool:
         return self.in_place_tokens is None or tokens <= self.in_place_tokens
-
-    def with_link(self, factor: float) -> EngineModel:
-        """The same on a link of ``factor`` times the speed."""
-        return replace(self, link_bytes_per_s=self.link_bytes_per_s * factor)

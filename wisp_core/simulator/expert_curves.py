@@ -9,13 +9,14 @@ batches and of topics in the batch, and interpolated in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from wisp_core.simulator.miss_curves import MissCurves
 from wisp_core.working_set.miss_curve import misses_by_cap
 from wisp_core.working_set.order import recency_keys
 
@@ -123,8 +124,8 @@ class _Replay:
         return copies, int(np.count_nonzero(is_needed))
 
 
-class ExpertCurves:
-    """Expected copies of a decode step at every cap, all layers together."""
+class ExpertCurves(MissCurves):
+    """Curves that know how many different topics there are, not which; a mix is their number."""
 
     def __init__(
         self,
@@ -148,29 +149,33 @@ class ExpertCurves:
             prompt_misses: experts of a layer that the first 1, 2, 4, ... tokens of a prompt need and that are not among
                 the last used, by how many of those there are, [doublings, E + 1]; None: all experts taken as alike.
         """
+        super().__init__(misses.shape[-1] - 1)
         self.batches, self.topics, self.away = tuple(batches), tuple(topics), tuple(away)
         self.misses, self.distinct, self.comeback = misses, distinct, comeback
         self.prompt_misses = prompt_misses
-        self.num_experts = misses.shape[-1] - 1
         self._by_mix: dict[tuple[int, int], list[float]] = {}
 
-    def by_cap(self, batch: int, topics: int) -> list[float]:
-        """Copies per step at every cap, for ``batch`` sessions on ``topics`` different topics; [E + 1]."""
-        found = self._by_mix.get((batch, topics))
+    def mix(self, topics: Mapping[int, int]) -> int:
+        """The number of topics."""
+        return len(topics)
+
+    def by_cap(self, batch: int, mix: int) -> list[float]:
+        """Copies per step at every cap, for ``batch`` sessions on ``mix`` different topics; [E + 1]."""
+        found = self._by_mix.get((batch, mix))
         if found is None:
-            found = self._by_mix[batch, topics] = self._interpolated(self.misses, batch, topics).tolist()
+            found = self._by_mix[batch, mix] = self._interpolated(self.misses, batch, mix).tolist()
         return found
 
-    def distinct_experts(self, batch: int, topics: int) -> float:
+    def distinct_experts(self, batch: int, mix: int) -> float:
         """Different experts of such a step, all layers together."""
-        return float(self._interpolated(self.distinct[..., None], batch, topics)[0])
+        return float(self._interpolated(self.distinct[..., None], batch, mix)[0])
 
-    def comeback_misses(self, others: int, cap: int) -> float:
-        """Copies that a topic costs when it runs again after ``others`` different topics have."""
-        return float(self.comeback_by_cap(others)[cap])
+    def distinct_by_batch(self, most: int) -> list[float]:
+        """As if every session had a topic of its own."""
+        return [self.distinct_experts(batch, batch) for batch in range(1, most + 1)]
 
     def comeback_by_cap(self, others: int) -> FloatArray:
-        """The same at every cap, [E + 1]."""
+        """As replayed, between the numbers of topics that were; [E + 1]."""
         if others <= 0:
             return np.zeros(self.num_experts + 1)
         low, high, share = _between(self.away, others)
@@ -183,25 +188,12 @@ class ExpertCurves:
         Slots hold what was used last, so popular ones: fewer are missed than the share of experts without a slot.
         """
         if self.prompt_misses is None:
-            needed_share = 1.0 - (1.0 - top_k / self.num_experts) ** tokens
-            return float(needed_share * (self.num_experts - cap))
+            return super().missed_by_prompt(tokens, cap, top_k)
         place = min(math.log2(tokens), len(self.prompt_misses) - 1)
         low = int(place)
         high = min(low + 1, len(self.prompt_misses) - 1)
         here, there = float(self.prompt_misses[low, cap]), float(self.prompt_misses[high, cap])
         return here + (there - here) * (place - low)
-
-    def scaled(self, factor: float) -> ExpertCurves:
-        """The same with all misses times ``factor``: what a wrong curve would say."""
-        return ExpertCurves(
-            self.batches,
-            self.topics,
-            self.misses * factor,
-            self.distinct,
-            self.away,
-            self.comeback * factor,
-            self.prompt_misses,
-        )
 
     def _interpolated(self, table: FloatArray, batch: int, topics: int) -> FloatArray:
         b_low, b_high, b_share = _between(self.batches, batch)

@@ -52,9 +52,8 @@ class Observer:
         self._mix: dict[tuple[int, int], float] = {}
         self._comebacks: dict[int, float] = {}
         self._demand_seconds: dict[int, float] = {}
-        batches = range(1, replica.model.layout.max_num_seqs + 1)
-        curves, layers = replica.model.curves, replica.model.layout.num_layers
-        self._union = (0.0, *(curves.distinct_experts(batch, batch) / layers for batch in batches))
+        curves, layers, most = replica.model.curves, replica.model.layout.num_layers, replica.model.layout.max_num_seqs
+        self._union = (0.0, *(distinct / layers for distinct in curves.distinct_by_batch(most)))
 
     def snapshot(self, now_s: float) -> ReplicaSnapshot:
         """State, demand, curves and rates at ``now_s``."""

@@ -1,7 +1,7 @@
 """What ``wisp trace record`` keeps of a live service: a trace, and what its replicas reported meanwhile. No prompts.
 
-The file is a trace's (`wisp_core.simulator.trace`) with lines of two more kinds: ``snapshot`` (ReplicaSnapshot) and
-``signature`` (Signature). Readers of traces pass over them.
+The file is a trace's (`wisp_core.simulator.trace`) with lines of three more kinds: ``started_at_s``, ``snapshot``
+(ReplicaSnapshot) and ``signature`` (Signature). Readers of traces pass over them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Recording:
     trace: Trace
     snapshots: tuple[ReplicaSnapshot, ...] = ()
     """In the order of time, of all replicas."""
+    started_at_s: float = 0.0
+    """When the trace began, on the clock of the snapshots."""
     signatures: tuple[Signature, ...] = ()
     """Of the trace's sessions; the key is a session's number."""
 
@@ -160,6 +162,7 @@ def recording_of(
     return Recording(
         trace=Trace.of(rows, tenants=tuple(numbers.names("tenant")), source=source),
         snapshots=tuple(snapshots),
+        started_at_s=start_s,
         signatures=tuple(numbered(one, sessions[one.key]) for one in signatures if one.key in sessions),
     )
 
@@ -195,6 +198,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     with path.open("w", encoding="utf-8") as file:
         for line in trace_lines(recording.trace):
             file.write(line + "\n")
+        file.write(json.dumps({"started_at_s": recording.started_at_s}) + "\n")
         for snapshot in recording.snapshots:
             file.write(json.dumps({"snapshot": snapshot.model_dump(mode="json")}) + "\n")
         for signature in recording.signatures:
@@ -204,13 +208,15 @@ def write_recording(path: Path, recording: Recording) -> None:
 def read_recording(path: Path) -> Recording:
     """Read a recording, or any trace that `read_trace` knows. Raises ConfigurationError."""
     trace = read_trace(path)
-    snapshots, signatures = [], []
+    snapshots, signatures, started_at_s = [], [], 0.0
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
         try:
-            if line.startswith('{"snapshot"'):
+            if line.startswith('{"started_at_s"'):
+                started_at_s = float(json.loads(line)["started_at_s"])
+            elif line.startswith('{"snapshot"'):
                 snapshots.append(ReplicaSnapshot.model_validate(json.loads(line)["snapshot"]))
             elif line.startswith('{"signature"'):
                 signatures.append(Signature.model_validate(json.loads(line)["signature"]))
         except (ValueError, ValidationError) as error:
             raise ConfigurationError(f"{path}, line {number}: {error}") from error
-    return Recording(trace=trace, snapshots=tuple(snapshots), signatures=tuple(signatures))
+    return Recording(trace=trace, snapshots=tuple(snapshots), started_at_s=started_at_s, signatures=tuple(signatures))

@@ -100,8 +100,9 @@ class Replica:
         self.asked = TurnWindow(NUM_AMOUNTS + 3 * len(self.edges), window_s)
         self.returns = Returns()
         self.totals = Totals()
-        self.mix: dict[tuple[int, int], float] = {}  # decode steps by (batch, topics)
+        self.mix: dict[tuple[int, int], float] = {}  # decode steps by batch and mix of topics
         self.comebacks: Counter[int] = Counter()  # of topics, by how many others ran in between
+        self._is_cold = model.starts_cold
         self._decoding: list[tuple[float, int, Job]] = []
         self._steps = 0.0  # every decoding turn has had this many since the start
         self._target = 0.0  # how many there will be at the next event
@@ -232,12 +233,15 @@ class Replica:
     def _take_steps(self, steps: float, now_s: float) -> None:
         self._since_s = now_s
         self._steps += steps
-        batch, topics = len(self._decoding), len(self.topics)
-        self.mix[batch, topics] = self.mix.get((batch, topics), 0.0) + steps
-        self.totals.add_decode(steps, batch, self.model.decode_step(self.cap, batch, topics))
+        batch, mix = len(self._decoding), self.model.curves.mix(self.topics)
+        self.mix[batch, mix] = self.mix.get((batch, mix), 0.0) + steps
+        self.totals.add_decode(steps, batch, self.model.decode_step(self.cap, batch, mix))
 
     def _plan(self, now_s: float) -> float | None:
         """What to do next, from ``now_s`` on."""
+        if self._is_cold and self._decoding and not self.prefilling:
+            self._is_cold = False
+            self._stall_s += self.cap * self.model.layout.num_layers * self.model.copy_s
         now_s = max(now_s, self._since_s) + self._stall_s  # a stall that is under way goes on
         self._since_s = now_s
         step_end = math.ceil(self._steps - _EPSILON)
@@ -253,7 +257,8 @@ class Replica:
         self.totals.stall_s += self._stall_s
         self._stall_s = 0.0
         self.mode = Mode.DECODE
-        self._step_s = self.model.decode_step(self.cap, len(self._decoding), len(self.topics)).seconds
+        mix = self.model.curves.mix(self.topics)
+        self._step_s = self.model.decode_step(self.cap, len(self._decoding), mix).seconds
         self._target = step_end if self.prefilling else self._decoding[0][0]
         return now_s + (self._target - self._steps) * self._step_s
 
@@ -267,8 +272,9 @@ class Replica:
             tokens += share
             if tokens == left:
                 break
-        seconds = self.model.prefill_pass_s(self.cap, tokens)
-        misses = self.model.pass_misses(self.cap, tokens)
+        cap = 0 if self._is_cold else self.cap
+        seconds = self.model.prefill_pass_s(cap, tokens)
+        misses = self.model.pass_misses(cap, tokens)
         self.totals.add_pass(tokens, misses, misses * self.model.pass_copy_s(tokens), seconds)
         return seconds
 

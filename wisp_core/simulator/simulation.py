@@ -15,10 +15,10 @@ import numpy as np
 
 from wisp_core.allocation.protocol import AllocationPolicy
 from wisp_core.contracts import Split
+from wisp_core.memory.initial_split import initial_split
 from wisp_core.routing.views import RoutingRequest, RoutingWeights
-from wisp_core.simulator.cluster import Cluster
+from wisp_core.simulator.cluster import Cluster, WorkingSets
 from wisp_core.simulator.engine_model import EngineModel
-from wisp_core.simulator.expert_curves import RoutingModel
 from wisp_core.simulator.observation import Observer
 from wisp_core.simulator.replica import Job, Replica
 from wisp_core.simulator.result import Resize, SimulationResult
@@ -44,6 +44,8 @@ class SimulationSettings:
     """The same of their miss curves."""
     follows_recording: bool = False
     """Turns run where the trace says that they ran, without a router."""
+    learns_users: bool = False
+    """Routers know a user's working set once a turn of that user has ended, as a service's do; False: at once."""
 
 
 def simulate(
@@ -54,7 +56,7 @@ def simulate(
     split: Split | None = None,
     policy: AllocationPolicy[Any] | None = None,
     router: Router | None = None,
-    routing: RoutingModel | None = None,
+    routing: WorkingSets | None = None,
     weights: RoutingWeights | None = None,
     settings: SimulationSettings | None = None,
 ) -> SimulationResult:
@@ -67,7 +69,7 @@ def simulate(
         split: Where they start; None: the largest cap within half of the budget.
         policy: Moves the split each epoch; wrap it in `policies.damping.Damped` for what a service does. None: static.
         router: Places turns; needed for more than one replica.
-        routing: What topics' use rates are made from, for routers that look at them.
+        routing: What tells topics' use rates, for routers that look at them.
         weights: Constants of the product's routing.
         settings: Times, and errors of what is reported.
 
@@ -82,12 +84,7 @@ def simulate(
 
 def half_split(engine: EngineModel) -> Split:
     """The largest cap within half of the budget, or what the longest request leaves room for, as engines start."""
-    layout = engine.layout
-    least_blocks = -(-layout.max_model_len // layout.block_tokens)
-    room_bytes = engine.budget_bytes - layout.kv_bytes(least_blocks)
-    caps = [c for c in range(layout.min_cap, layout.num_experts + 1) if layout.experts_bytes_by_cap[c] <= room_bytes]
-    within_half = [cap for cap in caps if layout.experts_bytes_by_cap[cap] <= engine.budget_bytes // 2]
-    return engine.largest_split(within_half[-1] if within_half else caps[0])
+    return initial_split(engine.layout, budget_bytes=engine.budget_bytes, cap=None)
 
 
 @dataclass
@@ -110,7 +107,7 @@ class _Run:
         split: Split,
         policy: AllocationPolicy[Any] | None,
         router: Router | None,
-        routing: RoutingModel | None,
+        routing: WorkingSets | None,
         weights: RoutingWeights | None,
         settings: SimulationSettings | None,
     ) -> None:
@@ -140,6 +137,7 @@ class _Run:
         self._order = 0
         self._versions = [0] * num_replicas
         self._homes: dict[int, int] = {}
+        self._known_users: set[int] = set()
         self._left = len(trace)
         self._phase = -1
         self._phase_left = np.bincount(trace.turns["phase"], minlength=len(trace.phases)).tolist()
@@ -156,6 +154,7 @@ class _Run:
         self._at_s: list[float] = turns["at_s"].tolist()
         self._think_s: list[float] = turns["think_s"].tolist()
         self._phases: list[int] = turns["phase"].tolist()
+        self._users: list[int] = turns["user"].tolist()
         places = np.maximum(turns["replica"], 0) if self._settings.follows_recording else np.zeros(len(trace), int)
         self._recorded: list[int] = places.tolist()
         self.arrived_s = np.full(len(trace), np.nan)
@@ -239,16 +238,20 @@ class _Run:
             max_tokens=job.output_tokens,
             home=None if home is None else replica_name(home),
             prefix_tokens=job.prefix_tokens,
-            uses=self._cluster.uses(job.topic),
+            uses=self._cluster.uses(job.topic if self._is_known(index) else None),
             mean_turn_s=self._cluster.mean_turn_s,
         )
         return router.place(request, self._cluster)
+
+    def _is_known(self, index: int) -> bool:
+        return not self._settings.learns_users or self._users[index] in self._known_users
 
     def _note_first_token(self, index: int, now_s: float) -> None:
         self.first_token_s[index] = now_s
 
     def _end_turn(self, index: int, now_s: float) -> None:
         self.ended_s[index] = now_s
+        self._known_users.add(self._users[index])
         job = self._jobs[index]
         self._cluster.end_turn(int(self.replica_of[index]), job, now_s - float(self.arrived_s[index]))
         self._follow(index)

@@ -19,6 +19,8 @@ def recording_of_way(
     turns: Sequence[TurnFigures],
     records: Sequence[TurnRecord],
     snapshots: Sequence[ReplicaSnapshot],
+    *,
+    started_at_s: float = 0.0,
     signatures: Iterable[Signature] = (),
 ) -> Recording:
     """``trace`` with measured times, real lengths and replicas; turns that did not end, or failed, are left out.
@@ -31,6 +33,7 @@ def recording_of_way(
         turns: As the clients saw them; those of a session in their order.
         records: As the ingress saw them, which knows the replica; in any order.
         snapshots: Of all replicas, ascending in time.
+        started_at_s: When the play began, on the snapshots' clock.
         signatures: Of the sessions, under their keys.
     """
     of_session: defaultdict[int, list[TurnFigures]] = defaultdict(list)
@@ -68,6 +71,7 @@ def recording_of_way(
     return Recording(
         trace=played,
         snapshots=tuple(snapshots),
+        started_at_s=started_at_s,
         signatures=tuple(numbered(one, _number(one.key)) for one in signatures),
     )
 

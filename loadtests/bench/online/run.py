@@ -113,11 +113,19 @@ class _Way:
         self._snapshots: list[ReplicaSnapshot] = []
         self._records: list[TurnRecord] = []
         self._signatures: list[Signature] = []
+        self._started_at_s = 0.0
 
     def recording(self) -> Recording:
         """What was played and reported, once `run` has ended."""
         assert self._player is not None
-        return recording_of_way(self._trace, self._player.figures, self._records, self._snapshots, self._signatures)
+        return recording_of_way(
+            self._trace,
+            self._player.figures,
+            self._records,
+            self._snapshots,
+            started_at_s=self._started_at_s,
+            signatures=self._signatures,
+        )
 
     async def run(self) -> Row:
         async with AsyncExitStack() as stack:
@@ -128,7 +136,7 @@ class _Way:
             clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
             before = await self._settled(store)
             self._snapshots = list(before)  # a replay starts from their split
-            since_s = time.time()
+            since_s = self._started_at_s = time.time()
             player = Player(
                 self._trace, clients, SERVED_NAME, self._config.model, self._label, self._config.mixed_share
             )
