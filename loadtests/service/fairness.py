@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -23,9 +22,9 @@ import httpx
 
 from loadtests.bench.online.figures import quantile
 from loadtests.report import Row
-from loadtests.service.running import RunningService, service_file, tenant
+from loadtests.service.running import RunningService, service_file, temporary_service, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.model.tiny import TinyModelConfig
 from wisp_core.model.tiny_tokenizer import topic_words
 
 MODEL = "tiny"
@@ -245,19 +244,16 @@ def _of_a(turns: list[StreamedTurn]) -> Row:
 async def measure(config: FairnessConfig, runs: int, on_rows: Callable[[list[Row]], None]) -> list[Row]:
     """``runs`` times the conditions in turn, on one service; ``on_rows`` gets what is there after each."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        write_tiny_model(directory / "model", TinyModelConfig())
-        with RunningService(directory, service_config(directory, config)) as service:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
-                fairness = Fairness(service, client, config)
-                await fairness.warm_up()
-                for run in range(1, runs + 1):
-                    for name in config.conditions:
-                        rows.append({"run": run, **await fairness.condition(name)})
-                        on_rows(rows)
-                    rows.append({"run": run, "retry_after_is_right": await fairness.retry_after_is_right()})
+    limits = httpx.Limits(max_connections=None)
+    with temporary_service(lambda directory: service_config(directory, config), TinyModelConfig()) as service:
+        async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
+            fairness = Fairness(service, client, config)
+            await fairness.warm_up()
+            for run in range(1, runs + 1):
+                for name in config.conditions:
+                    rows.append({"run": run, **await fairness.condition(name)})
+                    on_rows(rows)
+                rows.append({"run": run, "retry_after_is_right": await fairness.retry_after_is_right()})
     return rows
 
 

@@ -20,11 +20,11 @@ from loadtests.bench.online.figures import quantile
 from loadtests.report import Row, write_content
 from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, traffic
 from loadtests.service.rescore import Answer, rescore
-from loadtests.service.running import RunningService, service_file, tenant
+from loadtests.service.running import SMALL_MODEL, RunningService, service_file, temporary_service, tenant
 from loadtests.service.stream_client import StreamedTurn
 from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.errors import EngineUnavailableError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.model.tiny import write_tiny_model
 
 MODEL = "tiny"
 KINDS = {
@@ -136,11 +136,6 @@ def service_config(directory: Path) -> dict[str, Any]:
     return service_file("faults", directory, MODEL, replica, [tenant(directory, TENANT)], policy={})
 
 
-def write_model(directory: Path) -> None:
-    """The model of the service and of the engine that rescores: always the same."""
-    write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
-
-
 class Findings:
     """What a run has found: rows, and the answers to be rescored. Kept after each fault, so that a run may be cut."""
 
@@ -188,11 +183,8 @@ def measure(config: FaultsConfig, findings: Findings) -> None:
     """Rounds of every kind of fault, each in an order of its own, and one row with the answers' distances."""
     chooser = random.Random(0)
     order = [kind for _ in range(config.rounds) for kind in chooser.sample(config.kinds, len(config.kinds))]
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        write_model(directory)
-        with RunningService(directory, service_config(directory)) as service:
-            asyncio.run(_inject_all(service, config, order, chooser, findings))
+    with temporary_service(service_config) as service:
+        asyncio.run(_inject_all(service, config, order, chooser, findings))
     findings.rescore()
 
 
@@ -223,7 +215,7 @@ def picked_answers(turns: list[StreamedTurn], count: int) -> list[Answer]:
 def _rescored(answers: list[Answer]) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        write_model(directory)
+        write_tiny_model(directory / "model", SMALL_MODEL)
         engine_args = ENGINE_ARGS | {"kv_cache_memory_bytes": 32 << 20}
         try:
             gaps = rescore(str(directory / "model"), engine_args, answers, directory)

@@ -9,18 +9,15 @@ import asyncio
 import json
 import random
 import string
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from loadtests.report import Row
-from loadtests.service.running import RunningService
+from loadtests.service.running import RunningService, temporary_service
 from loadtests.service.streams import MODEL, MOST_GROWTH, StreamsConfig, service_config
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 TENTHS = 10
@@ -188,18 +185,15 @@ def measure(config: MalformedConfig, on_row: Callable[[Row], None]) -> Row:
     """
     from loadtests.service import described
 
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
-        with RunningService(directory, service_config(directory, StreamsConfig(streams=64))) as service:
-            host, key, half = service.url.removeprefix("http://"), service.key("acme"), config.requests // 2
-            batch = [*described.requests(half, host, key, MODEL)]
-            batch += requests(config.requests - half, host, key, MODEL)
-            random.Random(0).shuffle(batch)
-            row = _send_in_tenths(service, key, batch, on_row)
-            if (ready := service.readiness()[0]) != 200:
-                row["num_failures"] += 1
-                row["failures"].append(f"not ready afterwards: {ready}")
+    with temporary_service(lambda directory: service_config(directory, StreamsConfig(streams=64))) as service:
+        host, key, half = service.url.removeprefix("http://"), service.key("acme"), config.requests // 2
+        batch = [*described.requests(half, host, key, MODEL)]
+        batch += requests(config.requests - half, host, key, MODEL)
+        random.Random(0).shuffle(batch)
+        row = _send_in_tenths(service, key, batch, on_row)
+        if (ready := service.readiness()[0]) != 200:
+            row["num_failures"] += 1
+            row["failures"].append(f"not ready afterwards: {ready}")
     return row
 
 

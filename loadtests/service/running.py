@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +21,10 @@ import psutil
 import yaml
 
 from services.free_port import free_port
+from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 START_TIMEOUT_S = 240.0
+SMALL_MODEL = TinyModelConfig(layers=2, experts=16, moe_intermediate=128)
 _TITLES = [re.compile(text) for text in (r"ServeReplica:[^:]+:(\w+)", r"^ray::(\w+)", r"^(VLLM::\w+)")]
 
 
@@ -145,6 +149,17 @@ def part_name(command: Sequence[str]) -> str:
             return found[1]
     scripts = [word for word in command if word.endswith(".py")]
     return Path([*scripts, *command, "?"][0].split(" ")[0]).name
+
+
+@contextmanager
+def temporary_service(
+    make_file: Callable[[Path], dict[str, Any]], model: TinyModelConfig = SMALL_MODEL
+) -> Iterator[RunningService]:
+    """A service of ``model`` that is ready, and of which nothing is left; ``make_file`` is given its directory."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tiny_model(Path(scratch) / "model", model)
+        with RunningService(Path(scratch), make_file(Path(scratch))) as service:
+            yield service
 
 
 def service_file(

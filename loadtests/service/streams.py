@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ import httpx
 
 from loadtests.bench.online.figures import quantile
 from loadtests.report import Row
-from loadtests.service.running import RunningService, service_file, tenant
+from loadtests.service.running import service_file, temporary_service, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.errors import ConfigurationError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 
 MODEL = "tiny"
 MOST_GROWTH = 0.05
@@ -106,11 +104,8 @@ def allow_connections(count: int) -> None:
 def measure(config: StreamsConfig) -> list[Row]:
     """One row, on a service of its own. Raises ConfigurationError where so many connections are not allowed."""
     allow_connections(config.streams)
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
-        with RunningService(directory, service_config(directory, config)) as service:
-            return [asyncio.run(hold(service.url, service.key("acme"), MODEL, config, service.resident_bytes))]
+    with temporary_service(lambda directory: service_config(directory, config)) as service:
+        return [asyncio.run(hold(service.url, service.key("acme"), MODEL, config, service.resident_bytes))]
 
 
 def summarize(rows: list[Row]) -> Row:

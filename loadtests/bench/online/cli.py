@@ -103,12 +103,21 @@ def _of_a_service(
 ) -> tuple[Result, Path]:
     # Ray reads these when it is imported, and the service imports Ray.
     prepare_driver()
-    from loadtests.bench.online import command
+    from loadtests.bench.online import results, run
     from loadtests.bench.online.config import OnlineConfig
 
     config = dataclasses.replace(OnlineConfig(), **given)
     path = output or report.result_path(config.name)
-    return command.measure(config, path, record=record, work_dir=work_dir, say=say), path
+
+    def result(rows: list[report.Row]) -> Result:
+        return results.result_of(config, Measured.here(rows))
+
+    def save(rows: list[report.Row]) -> None:
+        results.save(result(rows), path)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = run.run_online(config, work_dir or Path(scratch), say=say, on_rows=save, record=record)
+    return result(rows), path
 
 
 def _in_process(
