@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from wisp_core.engine import device_tally
 from wisp_core.engine.device_tally import DeviceSessionTally, RequestKeys, first_row_keys
 from wisp_core.engine.session_tally import EVERYONE
 from wisp_core.working_set.signature import ExpertTally, unpack
@@ -50,8 +52,10 @@ def request(request_id: str, session: str | None) -> Any:
     return SimpleNamespace(req_id=request_id, sampling_params=SimpleNamespace(extra_args=extra_args))
 
 
-def output(new: Sequence[Any] = (), finished: Sequence[str] = ()) -> Any:
-    return SimpleNamespace(scheduled_new_reqs=list(new), finished_req_ids=set(finished))
+def output(new: Sequence[Any] = (), finished: Sequence[str] = (), num_tokens: int = 0) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=list(new), finished_req_ids=set(finished), total_num_scheduled_tokens=num_tokens
+    )
 
 
 def batch(*requests: tuple[str, int, bool]) -> Any:
@@ -92,6 +96,20 @@ def test_a_session_counts_for_its_user_its_tenant_and_everyone() -> None:
     assert np.nonzero(weights[0])[0].tolist() == [0, 1]
     assert np.nonzero(weights[1])[0].tolist() == [4, 5]
     assert tally.export_touched() == []
+
+
+def test_a_runner_that_shows_no_batch_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(device_tally.logger, "warning", told.append)
+    tally = DeviceSessionTally(HostCounter(), num_layers=LAYERS, num_experts=E, top_k=K)
+    tally.begin_step(output())
+    tally.end_step(None)
+    assert told == [], "an empty step launches nothing"
+    for _ in range(3):
+        tally.begin_step(output(num_tokens=5))
+        tally.end_step(None)
+    assert len(told) == 1
+    assert "VLLM_USE_V2_MODEL_RUNNER" in told[0]
 
 
 def test_what_came_before_a_reset_is_forgotten() -> None:

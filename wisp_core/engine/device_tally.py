@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from wisp_core.working_set.signature import ExpertTally
 
 if TYPE_CHECKING:
     from wisp_core.pager.device.uses import DeviceUses  # needs Triton, which a CPU machine has not
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 
 class RequestKeys:
@@ -54,6 +57,8 @@ class DeviceSessionTally:
         self._uses, self._top_k = uses, top_k
         self._shape = (num_layers, num_experts)
         self._requests = RequestKeys()
+        self._num_tokens = 0
+        self._has_missed_a_step = False
         self.reset()
 
     def reset(self) -> None:
@@ -65,11 +70,18 @@ class DeviceSessionTally:
     def begin_step(self, scheduler_output: Any) -> None:
         """A step starts."""
         self._requests.update(scheduler_output)
+        self._num_tokens = scheduler_output.total_num_scheduled_tokens
 
     def end_step(self, batch: Any) -> None:
         """The step's launches are made; ``batch`` is what it ran, None if it ran nothing."""
         if batch is not None:
             self._uses.count(first_row_keys(batch, self._requests.of))
+        elif self._num_tokens and not self._has_missed_a_step:
+            self._has_missed_a_step = True
+            logger.warning(
+                "WiSP: vLLM's model runner does not show what a step computed, so no working set is learnt: unset "
+                "VLLM_USE_V2_MODEL_RUNNER if it is 0, and use the vLLM that WiSP is made for"
+            )
 
     def export_touched(self) -> list[Signature]:
         """Signatures of the keys that changed, in full, up to what the device has handed over."""

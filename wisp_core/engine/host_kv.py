@@ -16,12 +16,16 @@ from typing import Any
 import psutil
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import DirectionalTransferStats, TransferStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.platforms import current_platform
 
 from wisp_core.engine.host_kv_cpu import EMULATED_LINK, CpuHostKvSpec
+from wisp_core.engine.private_names import check_offloading
 from wisp_core.errors import ConfigurationError
 from wisp_core.settings import WispSettings
 from wisp_core.working_set.forgetting import DecayedSum
+
+check_offloading(OffloadingConnectorScheduler)
 
 _SHARED_MEMORY = Path("/dev/shm")
 """Where vLLM's worker of a GPU keeps the blocks."""
