@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import threading
 import time
 from contextlib import ExitStack
 from operator import attrgetter
@@ -25,7 +26,7 @@ from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.preflight import check_host
-from services.ray_cluster import LOGGING, refuse_too_many_replicas, start_ray, stop_ray, this_host
+from services.ray_cluster import LOGGING, end_ray, refuse_too_many_replicas, start_ray, stop_serve, this_host
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -39,6 +40,8 @@ from wisp_core.tenant_contracts import Isolation
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 300.0
+UPGRADE_END_S = 10.0
+"""How long an upgrade may take to notice that the service stops."""
 FIXED = ("name", "state_dir", "http.host", "http.port", "redis")
 """Settings that no upgrade changes."""
 
@@ -63,6 +66,8 @@ class Service:
         self._code, self._driver_code = code_version(), driver_code()
         self._stops = ExitStack()
         """What ends each part that was started, in the order of their starts."""
+        self._is_stopping = False
+        self._upgrading = threading.Lock()
         self._host: str | None = None
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
@@ -93,7 +98,11 @@ class Service:
         self.stop()
 
     def stop(self) -> None:
-        """Stop what runs, the rest of it too if one part fails to stop or this is interrupted; safe to call twice."""
+        """Stop what runs, the rest of it too if one part fails to stop or this is interrupted; safe to call twice.
+
+        An upgrade that runs in another thread ends by an error.
+        """
+        self._is_stopping = True
         self._stops.close()
 
     async def broadcast(self, method: str, timeout_s: float = 10.0) -> list[Any]:
@@ -123,12 +132,14 @@ class Service:
         check_host(config)
         refuse_too_many_replicas(config)
         tenant_specs(config)
-        before = self.config, self._code
-        try:
-            self._deploy(config, code_version())
-        except Exception:
-            self._deploy(*before)
-            raise
+        with self._upgrading:
+            before = self.config, self._code
+            try:
+                self._deploy(config, code_version())
+            except Exception:
+                self._refuse_if_stopping()
+                self._deploy(*before)
+                raise
 
     def _deploy(self, config: ServiceConfig, code: str) -> None:
         """Deploy both applications; Serve replaces what differs."""
@@ -161,22 +172,29 @@ class Service:
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
         # Before the start, whose second half may fail.
-        self._stops.callback(stop_ray)
+        self._stops.callback(end_ray)
+        self._stops.callback(self._await_upgrade)
+        self._stops.callback(stop_serve)
         start_ray(self.config)
         self._host = this_host()
         self._run_all()
         self._stops.callback(remove_service_file, self.config.state_dir)
         self.publish()
 
+    def _await_upgrade(self) -> None:
+        """Serve, asked by an upgrade that goes on without Ray, would start another one."""
+        if self._upgrading.acquire(timeout=UPGRADE_END_S):
+            self._upgrading.release()
+
     def _run_all(self) -> None:
         self.run_policy()
-        _run(self._application(), self.config.name)
+        self._run(self._application(), self.config.name)
         self._wait_ready()
 
     def run_policy(self) -> None:
         """Deploy the policy service, an application of its own: it may stop and change while turns go on."""
         policy = build_policy_service(self.config, self._store_address)
-        _run(policy, self.policy_app)
+        self._run(policy, self.policy_app)
 
     @property
     def policy_app(self) -> str:
@@ -210,9 +228,28 @@ class Service:
             request_router_kwargs=router_kwargs,
         )
 
+    def _run(self, application: serve.Application, name: str) -> None:
+        """Deploy one application. Raises ConfigurationError with what its parts say."""
+        self._refuse_if_stopping()
+        try:
+            # The ingress listens by itself.
+            serve.run(application, name=name, route_prefix=None, logging_config=LOGGING)
+        except RuntimeError as error:
+            # Serve says only which deployment failed; why is in its status.
+            deployments = serve.status().applications[name].deployments
+            reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()] or [str(error)]
+            raise ConfigurationError(
+                f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
+            ) from error
+
+    def _refuse_if_stopping(self) -> None:
+        if self._is_stopping:
+            raise ConfigurationError("the service is stopping")
+
     def _wait_ready(self) -> None:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while True:
+            self._refuse_if_stopping()
             try:
                 response = httpx.get(f"{self.url}/readyz", timeout=5)
             except httpx.TransportError as error:
@@ -226,7 +263,9 @@ class Service:
             time.sleep(0.2)
 
     def publish(self, **more: Any) -> None:
-        """Tell ``wisp status`` and ``wisp load`` where the service is."""
+        """Tell ``wisp status`` and ``wisp load`` where the service is, unless it is stopping."""
+        if self._is_stopping:
+            return
         facts = {
             **more,
             "url": self.url,
@@ -237,19 +276,6 @@ class Service:
             },
         }
         write_service_file(self.config.state_dir, facts)
-
-
-def _run(application: serve.Application, name: str) -> None:
-    """Deploy one application. Raises ConfigurationError with what its parts say."""
-    try:
-        serve.run(application, name=name, route_prefix=None, logging_config=LOGGING)  # The ingress listens by itself.
-    except RuntimeError as error:
-        # Serve says only which deployment failed; why is in its status.
-        deployments = serve.status().applications[name].deployments
-        reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()] or [str(error)]
-        raise ConfigurationError(
-            f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
-        ) from error
 
 
 def reason_in(message: str) -> str:

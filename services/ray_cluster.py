@@ -57,16 +57,21 @@ def start_ray(config: ServiceConfig) -> None:
     serve.start(proxy_location="Disabled", logging_config=LOGGING)
 
 
-def stop_ray() -> None:
-    """Stop Serve, then end Ray, or leave it where it was joined; also after a start that was interrupted."""
+def stop_serve() -> None:
+    """Stop all that Serve runs, if it has started; what it says of its end keeps nobody from ending Ray."""
+    if not ray.is_initialized():
+        return
+    try:
+        with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+            serve.shutdown()
+    except (RayError, RayServeException) as error:
+        logger.warning("Serve did not stop: %s", error)
+
+
+def end_ray() -> None:
+    """End Ray, or leave it where it was joined."""
     with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
-        try:
-            if ray.is_initialized():
-                serve.shutdown()
-        except (RayError, RayServeException) as error:
-            logger.warning("Serve did not stop: %s", error)
-        finally:
-            ray.shutdown()
+        ray.shutdown()
 
 
 def check_cluster(address: str) -> None:

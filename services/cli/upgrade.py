@@ -39,18 +39,23 @@ def request_upgrade(path: Path) -> None:
     """
     config = ServiceConfig.load(path)
     check_settings(config)
-    pid = int(read_service_file(config.state_dir)["pid"])
+    facts = read_service_file(config.state_dir)
     if not is_owned(config.state_dir):
         # A service that was killed leaves its file behind, and its pid may be anybody's by now.
         raise ConfigurationError(f"no service runs with state_dir {config.state_dir}: start one with `wisp serve`")
+    if "upgrade" not in facts:
+        raise ConfigurationError(
+            f"the service with state_dir {config.state_dir} takes no upgrade: it belongs to a demo, a benchmark or the "
+            "like, or is still starting"
+        )
     order = secrets.token_hex(8)
     for doubt in doubts(config):
         typer.echo(f"wisp: warning: {doubt}", err=True)
     _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
-    os.kill(pid, signal.SIGHUP)
+    os.kill(int(facts["pid"]), signal.SIGHUP)
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
-        done: dict[str, Any] = read_service_file(config.state_dir).get("upgrade", {})
+        done: dict[str, Any] = read_service_file(config.state_dir)["upgrade"]
         if done.get("id") == order:
             if done["error"] is not None:
                 raise ConfigurationError(done["error"])
@@ -67,12 +72,13 @@ class Upgrades:
     """
 
     def __init__(self, service: Service, load: Callable[[Path], ServiceConfig]) -> None:
-        """Takes over SIGHUP; call in the main thread. ``load`` reads a file as the start of ``service`` did."""
+        """Takes over SIGHUP and says so; call in the main thread. ``load`` reads a file as ``service``'s start did."""
         self._service = service
         self._load = load
         self._is_asked = threading.Event()
         self._thread: threading.Thread | None = None
         signal.signal(signal.SIGHUP, self._on_signal)
+        service.publish(upgrade={})
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         self._is_asked.set()

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,13 @@ from ray import serve
 
 from services.app import Service, reason_in
 from services.cli.serve import load_config
-from services.cli.upgrade import Upgrades
+from services.cli.upgrade import Upgrades, request_upgrade
 from services.config import ReplicaSettings, ServiceConfig
+from services.preflight import own_state_dir
 from services.ray_cluster import needed_cpus, ray_cpus
 from services.replica.code_version import digest_of, sources
 from services.replica.deployment import CHANGED_IN_PLACE, build_replica
-from services.service_file import read_service_file
+from services.service_file import read_service_file, remove_service_file
 from services.store_address import StoreAddress
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
@@ -148,6 +150,57 @@ def test_a_refused_upgrade_leaves_the_store_s_password(tmp_path: Path, url: str 
         service.upgrade(config(tmp_path, redis={"url": url}))
     assert service._store_address.password_file is not None
     assert service._store_address.password_file.read_text().strip() == "secret"
+
+
+def test_a_service_that_takes_no_upgrade_is_not_sent_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = config(tmp_path, model={"path": "some/model"})
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(running.model_dump(mode="json", exclude_unset=True)))
+    signalled = list[int]()
+    monkeypatch.setattr("services.cli.upgrade.check_settings", lambda _: None)
+    monkeypatch.setattr("os.kill", lambda pid, _: signalled.append(pid))
+    with own_state_dir(tmp_path):
+        service = Service(running)
+        service.publish()
+        with pytest.raises(ConfigurationError, match="takes no upgrade: it belongs to a demo"):
+            request_upgrade(file)
+    assert not signalled
+
+
+def test_a_service_that_stops_ends_its_upgrade_before_it_ends_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, deployed = Service(config(tmp_path)), list[str]()
+    is_deploying, may_go_on, ray_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def run(_: object, name: str, **__: object) -> None:
+        deployed.append(name)
+        is_deploying.set()
+        assert may_go_on.wait(10)
+        assert not ray_ended.is_set(), "Serve would start another Ray"
+        raise RuntimeError("the controller has gone")
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
+    monkeypatch.setattr(serve, "run", run)
+    service._stops.callback(ray_ended.set)
+    service._stops.callback(service._await_upgrade)
+    service._stops.callback(threading.Timer(0.2, may_go_on.set).start)
+    upgrades = Upgrades(service, ServiceConfig.load)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(config(tmp_path, replica={"count": 3}).model_dump(mode="json", exclude_unset=True)))
+    (tmp_path / "upgrade.json").write_text(json.dumps({"id": "1", "config": str(file)}))
+    upgrades._is_asked.set()
+    upgrades.look()
+    assert is_deploying.wait(10)
+    remove_service_file(tmp_path)
+    service.stop()
+    assert ray_ended.is_set()
+    assert upgrades._thread is not None
+    upgrades._thread.join()
+    assert deployed == ["wisp-policy"], "neither the rest of it nor the old settings"
+    with pytest.raises(ConfigurationError, match="no service runs"):
+        read_service_file(tmp_path)
 
 
 def test_the_redis_of_the_command_line_stays_in_an_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
