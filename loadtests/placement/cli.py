@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ import typer
 
 from loadtests.command_line import say
 from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ def routing(
     from loadtests.placement.routing import DecisionsConfig, measure, summarize
 
     config = DecisionsConfig(num_replicas=replicas, num_sessions=sessions, decisions=decisions)
-    rows = measure(config, say)
-    _finish(config, rows, summarize(rows), output)
+    _run(config, lambda _: measure(config, say), summarize, output)
 
 
 @app.command()
@@ -53,32 +53,27 @@ def placement(
 ) -> None:
     """Expert copies and latency with WiSP's router, Serve's power of two, and consistent hashing; simulated, or live.
 
-    A live run adds to the rows that ``output`` has of other routers with the same settings.
+    Live runs of some routers, works or seeds make files that can be joined.
     """
+    changes: dict[str, Any] = {} if turns is None else {"num_turns": turns}
     if is_live:
-        from services.environment import prepare_driver
-
-        # Ray reads these when it is imported, and the service imports Ray.
-        prepare_driver()
+        prepare_driver()  # before Ray is imported
         from loadtests.placement.live import LiveConfig
 
-        base = LiveConfig() if turns is None else replace(LiveConfig(), num_turns=turns)
+        base = replace(LiveConfig(), **changes)
         if join:
             _join(base, join, output)
             return
-        config = replace(
-            base,
-            routers=base.routers if router is None else tuple(router.split(",")),
-            works=base.works if work is None else tuple(work.split(",")),
-            seeds=base.seeds if seed is None else tuple(map(int, seed.split(","))),
-        )
-        _live(base, config, work_dir, output)
+        names = {"routers": router, "works": work, "seeds": seed}
+        chosen: dict[str, Any] = {name: tuple(text.split(",")) for name, text in names.items() if text is not None}
+        if seed is not None:
+            chosen["seeds"] = tuple(map(int, chosen["seeds"]))
+        _live(base, replace(base, **chosen), work_dir, output)
         return
     from loadtests.placement.simulated import SimulatedConfig, measure, summarize
 
-    simulated = SimulatedConfig() if turns is None else replace(SimulatedConfig(), num_turns=turns)
-    rows = measure(simulated, say)
-    _finish(simulated, rows, summarize(rows), output)
+    config = replace(SimulatedConfig(), **changes)
+    _run(config, lambda _: measure(config, say), summarize, output)
 
 
 @app.command()
@@ -88,15 +83,11 @@ def overhead(
     output: Output = None,
 ) -> None:
     """What ingress and router add to a turn, against calling a replica's own app directly."""
-    from services.environment import prepare_driver
-
-    prepare_driver()
+    prepare_driver()  # before Ray is imported
     from loadtests.placement.overhead import OverheadConfig, measure, summarize
 
     config = OverheadConfig(requests=requests)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(config, work_dir or Path(scratch), say)
-    _finish(config, rows, summarize(rows), output)
+    _run(config, lambda scratch: measure(config, work_dir or scratch, say), summarize, output)
 
 
 @app.command()
@@ -104,9 +95,8 @@ def co_schedule(output: Output = None) -> None:
     """Turns that come at once to one engine: first come first served, and held until their experts fit."""
     from loadtests.placement.co_schedule import CoScheduleConfig, measure, summarize
 
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(CoScheduleConfig(), Path(scratch), say)
-    _finish(CoScheduleConfig(), rows, summarize(rows), output)
+    config = CoScheduleConfig()
+    _run(config, lambda scratch: measure(config, scratch, say), summarize, output)
 
 
 @app.command()
@@ -114,25 +104,29 @@ def working_sets(output: Output = None) -> None:
     """How well working sets are foretold on a real engine, whether safe sizes are safe, and what counting costs."""
     from loadtests.placement.working_sets import PredictionConfig, measure, summarize
 
+    config = PredictionConfig()
+    _run(config, lambda scratch: measure(config, scratch, say), summarize, output)
+
+
+def _run(
+    config: Any, measure: Callable[[Path], list[Row]], summarize: Callable[[list[Row]], Row], output: Path | None
+) -> None:
+    """Measure with a directory that goes afterwards, and tell."""
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(PredictionConfig(), Path(scratch), say)
-    _finish(PredictionConfig(), rows, summarize(rows), output)
+        rows = measure(Path(scratch))
+    finish(output or result_path(config.name), config, Measured.here(rows), summarize(rows))
 
 
 def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: Path | None) -> None:
-    """Measure what ``config`` names of ``base``; the file says ``base``, as other runs add the rest."""
+    """Measure what ``config`` names of ``base``; the file says ``base``, whose rest other runs measure."""
     from loadtests.placement.live import measure, summarize
 
     path = output or result_path(config.name)
-    measured = (config.routers, config.works, config.seeds)
-    kept = [row for row in _rows_of(path, base) if not _is_of(row, *measured)] if path.exists() else []
 
     def keep(rows: list[Row]) -> None:
-        write_result(path, base, Measured.here([*kept, *rows]), summarize([*kept, *rows]))
+        write_result(path, base, Measured.here(rows), summarize(rows))
 
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(config, work_dir or Path(scratch), say, keep)
-    _finish(base, [*kept, *rows], summarize([*kept, *rows]), path)
+    _run(base, lambda scratch: measure(config, work_dir or scratch, say, keep), summarize, path)
 
 
 def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
@@ -140,22 +134,6 @@ def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
     from loadtests.placement.live import summarize
 
     for path in paths:
-        _rows_of(path, base)
+        if json.loads(path.read_text())["config"] != json.loads(json.dumps(asdict(base))):
+            raise ConfigurationError(f"{path}: it has figures of other settings; give another file")
     merge_results(output or result_path(base.name), paths, summarize, is_machine_shared=False)
-
-
-def _rows_of(path: Path, base: LiveConfig) -> list[Row]:
-    """Rows of a file. Raises ConfigurationError where its settings are others."""
-    content = json.loads(path.read_text())
-    if content["config"] != json.loads(json.dumps(asdict(base))):
-        raise ConfigurationError(f"{path}: it has figures of other settings; give another file")
-    rows: list[Row] = content["rows"]
-    return rows
-
-
-def _is_of(row: Row, routers: Sequence[str], works: Sequence[str], seeds: Sequence[int]) -> bool:
-    return row["router"] in routers and row["work"] in works and row["seed"] in seeds
-
-
-def _finish(config: Any, rows: list[Row], summary: Row, output: Path | None) -> None:
-    finish(output or result_path(config.name), config, Measured.here(rows), summary)
