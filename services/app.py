@@ -22,7 +22,6 @@ from services.config import ServiceConfig
 from services.embedded_valkey import EmbeddedValkey
 from services.ingress.app import build_ingress
 from services.ingress.listener import Listener
-from services.ingress.placement import RouterConfig
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.preflight import check_host
@@ -216,8 +215,7 @@ class Service:
 
     def _replicas(self, name: str = "Replica", count: int | None = None) -> serve.Application:
         """A deployment of replicas with a router of its own."""
-        router = RouterConfig.of(self.config, self._redis_url, self._redis_password_file)
-        router_class, router_kwargs = router_of(self.config.routing.router, router.kwargs())
+        router_class, router_kwargs = router_of(self.config, self._store_address)
         return build_replica(
             self.config,
             self._store_address,

@@ -14,8 +14,8 @@ import httpx
 import numpy as np
 import uvicorn
 
+from loadtests.placement import serve_baseline
 from loadtests.service.running import service_file, tenant
-from services import bare
 from services.app import Service
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
@@ -62,7 +62,7 @@ def measure(config: OverheadConfig, directory: Path, say: Callable[[str], None])
     with checked_start(of_service), Service(of_service) as service:
         rows += asyncio.run(_through(config, service))
     say("through nothing but Serve")
-    with bare.running(free_port()) as url:
+    with serve_baseline.running(free_port()) as url:
         rows += asyncio.run(_through_serve(config, url))
     return rows
 
@@ -102,7 +102,7 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
             rows = await _timed(config.requests, _turns(client, "direct"))
     finally:
         await engine.shutdown()
-    async with _listening(bare.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with _listening(serve_baseline.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
         return [*rows, *await _timed(config.requests, {"echo": lambda: _ask(client)})]
 
 

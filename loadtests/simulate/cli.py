@@ -16,7 +16,7 @@ from loadtests.simulate.engines import build_engine
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
 from policies.damping import Damped
 from policies.registry import load_policy
-from services.plots import Line, Panel, check_picture, draw
+from services.cli.plots import Line, Panel, check_picture, draw
 from wisp_core.contracts import Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from services.plots import Line, Panel, check_picture, draw
+from services.cli.plots import Line, Panel, check_picture, draw
 from wisp_core.errors import ConfigurationError
 from wisp_core.pager.support import refused_experts
 from wisp_core.planner.cards import CARDS, Card, card_named, find_card

@@ -10,12 +10,12 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field
 
-from services.config import RoutingSettings, Section, ServiceConfig
+from services.config import Section
+from services.ingress.routers import RouterConfig
 from services.ingress.working_sets import WorkingSets
 from wisp_core.contracts import Placement, ReplicaSnapshot, Signature
 from wisp_core.errors import StoreUnavailableError
@@ -35,33 +35,6 @@ REPLICAS_PER_REFRESH = 64
 REPLICAS_AT_ONCE = 16
 """Replicas taken over before turns get their chance again."""
 ValueT = TypeVar("ValueT")
-
-
-class RouterConfig(Section):
-    """Keyword arguments of the router class; JSON only, as Serve passes them on."""
-
-    redis_url: str = Field(description="URL without a password.")
-    redis_password_file: Path | None = Field(default=None, description="File that holds the password.")
-    service: str
-    timeout_s: float = Field(default=0.2, gt=0)
-    stale_after_s: float = Field(default=10.0, gt=0)
-    routing: RoutingSettings = RoutingSettings()
-
-    @classmethod
-    def of(cls, config: ServiceConfig, redis_url: str, redis_password_file: Path | None) -> RouterConfig:
-        """The router's part of a service's configuration."""
-        return cls(
-            redis_url=redis_url,
-            redis_password_file=redis_password_file,
-            service=config.name,
-            timeout_s=config.redis.timeout_s,
-            stale_after_s=config.redis.stale_after_s,
-            routing=config.routing,
-        )
-
-    def kwargs(self) -> dict[str, Any]:
-        """For ``RequestRouterConfig(request_router_kwargs=...)``."""
-        return self.model_dump(mode="json")
 
 
 class Turn(Section):

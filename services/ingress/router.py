@@ -15,9 +15,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from services.ingress.placement import PlacementDirectory, RouterConfig, Turn
+from services.ingress.placement import PlacementDirectory, Turn
+from services.ingress.routers import RouterConfig
 from wisp_core.routing.hashing import hash_order
-from wisp_core.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,6 @@ MAX_REMEMBERED_TURNS = 10_000
 """Turns whose attempts are remembered, so that a repeated one goes elsewhere."""
 DECISION_AGE_S = 2.0
 """A turn that finds every replica full asks again after each pause of Serve's; its order is made anew this often."""
-
-
-def open_directory(config: RouterConfig) -> PlacementDirectory:
-    """The directory of this process, on Redis. Call in the event loop that will use it."""
-    password = None if config.redis_password_file is None else config.redis_password_file.read_text().strip()
-    store = RedisStore(config.redis_url, config.service, password=password, timeout_s=config.timeout_s)
-    return PlacementDirectory(store, config)
 
 
 class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
@@ -107,7 +100,8 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
 
     async def _ready_directory(self) -> PlacementDirectory:
         if self._directory is None:
-            self._directory = open_directory(self._config)
+            # Here, in the event loop that uses the store.
+            self._directory = PlacementDirectory(self._config.store.open(), self._config)
             self._directory.keep_replicas(self._by_id)
             self._refresher = asyncio.get_running_loop().create_task(self._directory.refresh_forever())
         return self._directory

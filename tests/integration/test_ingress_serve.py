@@ -22,7 +22,7 @@ from services.config import HttpSettings, ModelSettings, ReplicaSettings, Routin
 from services.environment import message_environment
 from services.ingress.app import build_ingress
 from services.ingress.listener import Listener
-from services.ingress.placement import RouterConfig
+from services.ingress.routers import RouterConfig
 from services.secret_files import replace_secret, secret_path
 from services.store_address import StoreAddress
 from wisp_core.errors import EngineUnavailableError
@@ -118,7 +118,7 @@ def service(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPa
             ),
         ),
     )
-    router = RouterConfig.of(config, valkey_server.url, password_file)
+    store = StoreAddress(url=valkey_server.url, password_file=password_file, service=NAME)
     replicas = serve.deployment(
         Engine,
         name="Engine",
@@ -127,13 +127,14 @@ def service(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPa
         health_check_period_s=1.0,
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": message_environment()}},
         request_router_config=RequestRouterConfig(
-            request_router_class="services.ingress.router.WispRouter", request_router_kwargs=router.kwargs()
+            request_router_class="services.ingress.router.WispRouter",
+            request_router_kwargs=RouterConfig.of(config, store).kwargs(),
         ),
     ).bind()
     listener = Listener(config.http, state_dir)
     application = build_ingress(
         config,
-        StoreAddress(url=valkey_server.url, password_file=password_file, service=NAME),
+        store,
         replicas,
         {},
         host=None,

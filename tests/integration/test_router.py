@@ -17,7 +17,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from services.config import RoutingSettings
-from services.ingress.placement import RouterConfig
+from services.ingress.routers import RouterConfig
+from services.store_address import StoreAddress
 from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
 from wisp_core.store.redis_store import RedisStore
 
@@ -53,9 +54,7 @@ def app(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPathFa
     password_file: Path = tmp_path_factory.mktemp("secrets") / "redis.key"
     password_file.write_text(valkey_server.password + "\n")
     router = RouterConfig(
-        redis_url=valkey_server.url,
-        redis_password_file=password_file,
-        service="router-test",
+        store=StoreAddress(url=valkey_server.url, password_file=password_file, service="router-test"),
         routing=RoutingSettings(refresh_s=0.1),
     )
     replicas = serve.deployment(

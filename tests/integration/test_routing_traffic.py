@@ -14,7 +14,9 @@ from store_values import snapshot
 from services.config import RoutingSettings
 from services.ingress import working_sets
 from services.ingress.limits import TurnLimiter
-from services.ingress.placement import REPLICAS_PER_REFRESH, PlacementDirectory, RouterConfig, Turn
+from services.ingress.placement import REPLICAS_PER_REFRESH, PlacementDirectory, Turn
+from services.ingress.routers import RouterConfig
+from services.store_address import StoreAddress
 from wisp_core.contracts import Signature
 from wisp_core.store import redis_store
 from wisp_core.store.redis_store import RedisStore
@@ -23,7 +25,7 @@ from wisp_core.tenant_contracts import TenantSpec
 from wisp_core.working_set.signature import pack
 
 REPLICAS = ["r1", "r2", "r3"]
-CONFIG = RouterConfig(redis_url="redis://unused", service="traffic-test", routing=RoutingSettings())
+CONFIG = RouterConfig(store=StoreAddress(url="redis://unused", service="traffic-test"), routing=RoutingSettings())
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from services.config import RoutingSettings
-from services.ingress.placement import PlacementDirectory, RouterConfig, Turn
+from services.ingress.placement import PlacementDirectory, Turn
+from services.ingress.routers import RouterConfig
+from services.store_address import StoreAddress
 from wisp_core.contracts import KvDemand, MemoryLayout, Placement, ReplicaSnapshot, Signature, Split
 from wisp_core.routing.hashing import hash_order
 from wisp_core.store.memory_store import MemoryStore
@@ -59,7 +61,9 @@ def signature(key: str, *experts: int) -> Signature:
 
 def directory(store: MemoryStore, refresh_s: float = 0.25) -> PlacementDirectory:
     routing = RoutingSettings(migrate_gain_s=0.5, refresh_s=refresh_s)
-    known = PlacementDirectory(store, RouterConfig(redis_url="redis://unused", service="test", routing=routing))
+    known = PlacementDirectory(
+        store, RouterConfig(store=StoreAddress(url="redis://unused", service="test"), routing=routing)
+    )
     known.keep_replicas(REPLICAS)
     return known
 
@@ -233,7 +237,7 @@ async def store_snapshot_after_outage(store: MemoryStore) -> None:
 
 
 def test_the_router_s_configuration_is_plain_json() -> None:
-    config = RouterConfig(redis_url="redis://h", service="test")
+    config = RouterConfig(store=StoreAddress(url="redis://h", service="test"))
     assert RouterConfig.model_validate(config.kwargs()) == config
 
 

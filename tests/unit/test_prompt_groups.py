@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.config import RouterName
-from services.ingress.router import WispRouter
-from services.ingress.routers import router_of
 from services.ingress.sessions import prompt_key
 from services.replica import prompt_groups
 from services.replica.prompt_groups import PromptGroups
@@ -73,13 +70,3 @@ def test_a_group_changes_with_its_sessions_and_forgets_the_oldest(monkeypatch: p
     (last,) = groups.take_up([signature("c", 1, 0, 1), signature("b", 8, 0, 1)])
     assert last.decode_tokens == 9
     assert groups.take_up([signature("stranger", 5, 1, 0)]) == []
-
-
-def test_each_router_has_a_class_that_exists() -> None:
-    import importlib
-
-    for name in RouterName:
-        path, kwargs = router_of(name, {"service": "s"})
-        module, _, attribute = path.rpartition(".")
-        found = getattr(importlib.import_module(module), attribute)
-        assert (found is WispRouter) == (name is RouterName.WORKING_SET) == bool(kwargs)

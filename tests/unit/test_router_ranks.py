@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from services.ingress.placement import PlacementDirectory, RouterConfig
+from services.config import (
+    ModelSettings,
+    ReplicaSettings,
+    RouterName,
+    RoutingSettings,
+    ServiceConfig,
+    TenantSettings,
+)
+from services.ingress.placement import PlacementDirectory
 from services.ingress.router import DECISION_AGE_S, WispRouter
+from services.ingress.routers import RouterConfig, router_of
+from services.store_address import StoreAddress
 from wisp_core.routing.hashing import hash_order
 from wisp_core.routing.views import RoutingWeights
 from wisp_core.store.memory_store import MemoryStore
@@ -38,7 +49,7 @@ class CountingDirectory(PlacementDirectory):
 def router() -> WispRouter:
     """A router with Serve's own state left out: what is tested here does not use it."""
     made: WispRouter = WispRouter.__new__(WispRouter)
-    config = RouterConfig(redis_url="redis://unused", service="test")
+    config = RouterConfig(store=StoreAddress(url="redis://unused", service="test"))
     made.initialize_state(**config.kwargs())
     made._by_id = dict(zip(NAMES, REPLICAS, strict=True))
     made._directory = CountingDirectory(MemoryStore(), config)
@@ -111,3 +122,17 @@ async def test_whatever_breaks_the_hash_decides(router: WispRouter, monkeypatch:
 async def test_without_replicas_there_is_nothing_to_choose(router: WispRouter) -> None:
     assert await router.choose_replicas([], pending()) == []
     assert await router.choose_replicas(REPLICAS, None) == [REPLICAS]
+
+
+@pytest.mark.parametrize("name", RouterName)
+def test_each_router_has_a_class_that_exists(name: RouterName) -> None:
+    config = ServiceConfig(
+        model=ModelSettings(path="tiny"),
+        replica=ReplicaSettings(vram_budget_bytes=1 << 20),
+        routing=RoutingSettings(router=name),
+        tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
+    )
+    path, kwargs = router_of(config, StoreAddress(url="redis://unused", service="test"))
+    module, _, attribute = path.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    assert (found is WispRouter) == (name is RouterName.WORKING_SET) == bool(kwargs)

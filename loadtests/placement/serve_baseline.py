@@ -1,7 +1,6 @@
-"""An application of nothing but Serve: behind its HTTP proxy an ingress that streams from one replica by handle.
+"""What Serve takes by itself: behind its HTTP proxy an ingress that streams from one replica by handle, and no more.
 
-``wisp bench overhead`` measures it, and the same answer without Serve, to tell what Serve takes by itself. The ingress
-has the settings of ours.
+``wisp bench overhead`` measures it, and the same answer without Serve. The ingress has the settings of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from services.environment import ingress_environment
 from services.ingress.replicas import by_message
 from services.ray_cluster import LOGGING
 
-_NAME = "bare"
+_NAME = "baseline"
 _HOST = "127.0.0.1"
 
 
@@ -32,7 +31,7 @@ class Echo:
 
 
 @serve.ingress()
-class BareIngress:
+class BaselineIngress:
     """Passes a body on."""
 
     def __init__(self, replicas: Any) -> None:
@@ -45,7 +44,7 @@ class BareIngress:
         return app
 
     async def _turn(self, request: Request) -> Response:
-        stream = self._replicas.options(stream=True, session_id="bare").http.remote(body=await request.body())
+        stream = self._replicas.options(stream=True, session_id="one").http.remote(body=await request.body())
         items = [item async for item in stream]
         return Response(items[0]["first"], media_type="application/json")
 
@@ -83,8 +82,8 @@ def running(port: int) -> Iterator[str]:
 def _deploy() -> None:
     echo = serve.deployment(Echo, name="Echo", max_ongoing_requests=64, ray_actor_options={"num_cpus": 0.1})
     ingress = serve.deployment(
-        BareIngress,
-        name="BareIngress",
+        BaselineIngress,
+        name="BaselineIngress",
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ingress_environment()}},
     )
     serve.run(ingress.bind(echo.bind()), name=_NAME, logging_config=LOGGING)
