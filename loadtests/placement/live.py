@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from openai import AsyncOpenAI
 
 from loadtests.bench.online.config import MODEL, SERVED_NAME, TENANTS
 from loadtests.bench.online.drive import Player
@@ -19,15 +18,13 @@ from loadtests.service.running import service_file, tenant
 from loadtests.traces import Trace, generate, workflow
 from services.app import Service
 from services.config import RouterName, ServiceConfig
+from services.demo.connected import first_snapshots, tenant_clients
 from services.preflight import checked_start
-from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.model.tiny import write_tiny_model
-from wisp_core.store.interface import Store
 
 Row = dict[str, Any]
 
-_SETTLE_S = 60.0
 _COMPARED = (
     ("decode_missed_bytes_per_token", "miss"),
     ("missed_bytes_per_token", "miss_with_prefill"),
@@ -106,33 +103,16 @@ def summarize(rows: Sequence[Row]) -> Row:
 
 async def _answer(config: LiveConfig, service: Service, trace: Trace, label: int) -> Row:
     """Play ``trace``; every turn of a client is sent when the one before has ended."""
-    tenants = {tenant.tenant_id: tenant.key_file for tenant in service.config.tenants}
     store = service.store()
     try:
-        before = await _settled(config, store)
-        clients = {
-            name: AsyncOpenAI(base_url=f"{service.url}/v1", api_key=read_or_create(path), max_retries=0, timeout=300)
-            for name, path in tenants.items()
-            if path is not None
-        }
-        player = Player(trace, clients, SERVED_NAME, MODEL, label)
-        await player.play()
-        for client in clients.values():
-            await client.close()
+        before = await first_snapshots(store, config.num_replicas, cap=config.cap)
+        async with tenant_clients(service.config, service.url) as clients:
+            player = Player(trace, clients, SERVED_NAME, MODEL, label)
+            await player.play()
         await asyncio.sleep(2 * service.config.replica.snapshot_period_s)
         return _figures(trace, player.figures, before, await store.list_snapshots())
     finally:
         await store.close()
-
-
-async def _settled(config: LiveConfig, store: Store) -> list[ReplicaSnapshot]:
-    """The replicas' snapshots once all have the split that is compared. Raises TimeoutError."""
-    async with asyncio.timeout(_SETTLE_S):
-        while True:
-            snapshots = await store.list_snapshots()
-            if len(snapshots) == config.num_replicas and all(one.split.cap == config.cap for one in snapshots):
-                return snapshots
-            await asyncio.sleep(0.2)
 
 
 def _figures(

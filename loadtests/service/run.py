@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
-
 from loadtests.service.gpu_memory import GpuProcesses, wait_until_gone
 from services.app import Service
 from services.cli.load import Counters, run_locust
 from services.config import ServiceConfig
+from services.demo.connected import first_snapshots, tenant_clients
 from services.demo.identity import Answer, RecordedTurn, answer_resident, find_mismatches, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.workload import Agent, AgentSpec
@@ -25,7 +24,6 @@ from services.preflight import checked_start
 from services.secret_files import read_or_create, secret_path
 from services.service_file import read_service_file
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
-from wisp_core.errors import ConfigurationError
 
 Row = dict[str, Any]
 
@@ -105,11 +103,11 @@ class _Watch:
     async def run(self, samples: Sequence[RecordedTurn]) -> tuple[list[Answer], list[int]]:
         """Answers of a live replica to ``samples``, and the processes of all engines that ran."""
         async with AsyncExitStack() as stack:
-            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
+            clients = await stack.enter_async_context(tenant_clients(self._config, self._service.url))
             store = self._service.store()
             stack.push_async_callback(store.close)
             pids = await self._pids()
-            snapshots = await self._snapshots(store)
+            snapshots = await first_snapshots(store, self._config.replica.count)
             sampler = stack.enter_context(self._sampler(pids, snapshots))
             await self._load(store)
             live = await replay_live(clients, self._config.model.name, samples)
@@ -194,13 +192,6 @@ class _Watch:
         # The replica's own process comes last: it stays when its engine is started again.
         return {one["replica_id"]: [*one["engine_pids"], one["pid"]] for one in replicas}
 
-    async def _snapshots(self, store: Any) -> list[ReplicaSnapshot]:
-        while True:
-            snapshots: list[ReplicaSnapshot] = await store.list_snapshots()
-            if len(snapshots) >= self._config.replica.count:
-                return snapshots
-            await asyncio.sleep(0.2)
-
     def _sampler(
         self, pids: Mapping[str, Sequence[int]], snapshots: Sequence[ReplicaSnapshot]
     ) -> AbstractContextManager[Any]:
@@ -209,16 +200,6 @@ class _Watch:
         # Actors hold none of the pools, so only the engines' mappings are read.
         engines = {replica_id: of_replica[:-1] for replica_id, of_replica in pids.items()}
         return MemorySampler(engines, {one.replica_id: one.budget_bytes for one in snapshots})
-
-    def _clients(self) -> dict[str, AsyncOpenAI]:
-        clients = {}
-        for tenant in self._config.tenants:
-            if tenant.key_file is None:
-                raise ConfigurationError(f"tenants.{tenant.tenant_id}.key_file: the run needs the key")
-            clients[tenant.tenant_id] = AsyncOpenAI(
-                base_url=f"{self._service.url}/v1", api_key=read_or_create(tenant.key_file), max_retries=0, timeout=300
-            )
-        return clients
 
 
 def _memory_rows(sampler: Any) -> list[Row]:

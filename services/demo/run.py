@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from openai import AsyncOpenAI, OpenAIError
+from openai import OpenAIError
 from rich.console import Console
 from rich.markup import escape
 
 from services.app import Service
 from services.config import ServiceConfig
+from services.demo.connected import first_snapshots, tenant_clients
 from services.demo.drive import Driver, Phase, WorkloadSettings
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.summary import Resize, join, print_replica, session_table, show_split
 from services.free_port import free_port
 from services.preflight import checked_start, own_state_dir
-from services.secret_files import read_or_create
-from services.start_progress import told_progress
+from services.start_progress import progress_to
 from wisp_core.contracts import ReplicaSnapshot
-from wisp_core.errors import ConfigurationError, WispError
+from wisp_core.errors import WispError
 from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.store.interface import Store
 
@@ -72,7 +72,7 @@ def _run(console: Console, *, keep: bool, policy: str, is_swapped: bool) -> int:
     started_s = time.monotonic()
     console.print(f"starting Valkey, Ray, {config.replica.count} replicas and the policy service ({policy})")
     with checked_start(config), ExitStack() as stack:
-        with told_progress(console.print):
+        with progress_to(console.print):
             service = stack.enter_context(Service(config))
         console.print(f"ready after {time.monotonic() - started_s:.0f} s at {service.url}")
         demo = Demo(service, console, is_swapped=is_swapped)
@@ -129,9 +129,9 @@ class Demo:
             stack.push_async_callback(store.close)
             tending = asyncio.create_task(self._tend())
             stack.callback(tending.cancel)
-            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
+            clients = await stack.enter_async_context(tenant_clients(self._config, self._service.url))
             driver = Driver(clients, self._config.model.name, WorkloadSettings())
-            start = await self._snapshots(store)
+            start = await first_snapshots(store, self._config.replica.count)
             sampler = stack.enter_context(
                 MemorySampler(await self._engine_pids(), {one.replica_id: one.budget_bytes for one in start})
             )
@@ -184,17 +184,6 @@ class Demo:
             serve_seconds=round(serve_seconds, 1),
         )
 
-    def _clients(self) -> dict[str, AsyncOpenAI]:
-        """One client per tenant; no retries, so that a failure is seen."""
-        clients = {}
-        for tenant in self._config.tenants:
-            if tenant.key_file is None:
-                raise ConfigurationError(f"tenants.{tenant.tenant_id}.key_file: the demo needs the key")
-            clients[tenant.tenant_id] = AsyncOpenAI(
-                base_url=f"{self._service.url}/v1", api_key=read_or_create(tenant.key_file), max_retries=0, timeout=120
-            )
-        return clients
-
     async def _tend(self) -> None:
         while True:
             self._service.tend()
@@ -203,14 +192,6 @@ class Demo:
     async def _engine_pids(self) -> dict[str, list[int]]:
         replicas: list[dict[str, Any]] = await self._service.broadcast("pids")
         return {replica["replica_id"]: replica["engine_pids"] for replica in replicas}
-
-    async def _snapshots(self, store: Store) -> list[ReplicaSnapshot]:
-        """Of all replicas; each has reported or does so within a period."""
-        while True:
-            snapshots = await store.list_snapshots()
-            if len(snapshots) >= self._config.replica.count:
-                return snapshots
-            await asyncio.sleep(0.2)
 
     async def _drive(self, driver: Driver, store: Store) -> None:
         for number, phase in enumerate(self._phases, start=1):

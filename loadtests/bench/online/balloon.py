@@ -17,9 +17,10 @@ from pathlib import Path
 from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
 from loadtests.bench.online.figures import Row, TurnFigures
-from loadtests.bench.online.run import client_of, with_policy
+from loadtests.bench.online.run import with_policy
 from loadtests.traces import Agent, Phase, Trace, Workload, generate
 from services.app import Service
+from services.demo.connected import tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import Barrier, Outcome, ReplicaSnapshot, ResizeOutcome, Split, SplitPlan
 from wisp_core.model.tiny import write_tiny_model
@@ -77,10 +78,10 @@ class _Bench:
         async with AsyncExitStack() as stack:
             store = self._service.store()
             stack.push_async_callback(store.close)
-            clients = {
-                tenant.tenant_id: await stack.enter_async_context(client_of(self._service, tenant, _OUTCOME_TIMEOUT_S))
-                for tenant in self._service.config.tenants
-            }
+            service = self._service
+            clients = await stack.enter_async_context(
+                tenant_clients(service.config, service.url, timeout_s=_OUTCOME_TIMEOUT_S)
+            )
             self._player = Player(_traffic(config), clients, SERVED_NAME, config.online.model, label=0)
             self._started_s = time.monotonic()
             playing = asyncio.create_task(self._player.play())

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-
-from openai import AsyncOpenAI
 
 from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
@@ -20,9 +17,9 @@ from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.workload import fixed_turns
 from loadtests.traces import Trace
 from services.app import Service
-from services.config import DampingSettings, PolicySettings, TenantSettings
+from services.config import DampingSettings, PolicySettings
+from services.demo.connected import first_snapshots, tenant_clients
 from services.preflight import checked_start
-from services.secret_files import read_or_create
 from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import WispError
 from wisp_core.model.tiny import write_tiny_model
@@ -32,7 +29,6 @@ from wisp_core.store.keys import TURN_LOG_LENGTH
 from wisp_core.tenant_contracts import TurnRecord
 
 _LOG_LENGTH = 200
-_SETTLE_S = 30.0
 _SAMPLE_S = 5.0
 _RECORD_SAMPLES = 6
 """Every so many samples the snapshots stay in the recording."""
@@ -62,10 +58,6 @@ def run_online(
 
     ``record``: a directory for a recording of each way, for `wisp simulate replay`.
     """
-    # A run that is ended stops its service in order: Ray and Valkey would outlive it. Shells start what runs in the
-    # background with SIGINT ignored.
-    for ended in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ended, signal.default_int_handler)
     write_tiny_model(directory / "model", config.model)
     trace, rows, of_service = trace_of(config), list[Row](), service_config(config, directory)
     with checked_start(of_service), Service(of_service) as service:
@@ -133,8 +125,10 @@ class _Way:
             stack.push_async_callback(store.close)
             tending = asyncio.create_task(self._tend())
             stack.callback(tending.cancel)
-            clients = {name: await stack.enter_async_context(client) for name, client in self._clients().items()}
-            before = await self._settled(store)
+            reaching = tenant_clients(self._service.config, self._service.url, timeout_s=self._config.deadline_s)
+            clients = await stack.enter_async_context(reaching)
+            # A static split is there when all replicas have it; online any split is a start.
+            before = await first_snapshots(store, self._config.num_replicas, cap=self._cap)
             self._snapshots = list(before)  # a replay starts from their split
             since_s = self._started_at_s = time.time()
             player = Player(
@@ -174,27 +168,10 @@ class _Way:
             "timeline": self._timeline,
         }
 
-    def _clients(self) -> dict[str, AsyncOpenAI]:
-        tenants = self._service.config.tenants
-        return {one.tenant_id: client_of(self._service, one, self._config.deadline_s) for one in tenants}
-
     async def _tend(self) -> None:
         while True:
             self._service.tend()
             await asyncio.sleep(0.5)
-
-    async def _settled(self, store: Store) -> list[ReplicaSnapshot]:
-        """Snapshots once every replica has the static split; online any split is a start."""
-        deadline_s = time.monotonic() + _SETTLE_S
-        while True:
-            snapshots = await store.list_snapshots()
-            is_complete = len(snapshots) >= self._config.num_replicas
-            if is_complete and (self._cap is None or all(one.split.cap == self._cap for one in snapshots)):
-                return snapshots
-            if time.monotonic() > deadline_s:
-                found = [one.split.cap for one in snapshots]
-                raise TimeoutError(f"cap {self._cap} was not reached within {_SETTLE_S:g} s: {found}")
-            await asyncio.sleep(0.2)
 
     async def _sample(self, store: Store) -> None:
         started_s = time.monotonic()
@@ -214,14 +191,6 @@ class _Way:
                     }
                 )
             await asyncio.sleep(_SAMPLE_S)
-
-
-def client_of(service: Service, tenant: TenantSettings, timeout_s: float) -> AsyncOpenAI:
-    """A client with the tenant's key, which tries nothing twice."""
-    assert tenant.key_file is not None, "a benchmark writes its own tenants"
-    return AsyncOpenAI(
-        base_url=f"{service.url}/v1", api_key=read_or_create(tenant.key_file), max_retries=0, timeout=timeout_s
-    )
 
 
 def asdict_split(snapshot: ReplicaSnapshot) -> Row:
