@@ -17,7 +17,7 @@ from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.block_rows import HostRows, block_rows, first_host_row
 from wisp_core.pager.device.device_pager import DevicePager
 from wisp_core.pager.device.reference import LayerTable
-from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.state import FetchPath
 from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.interface import ForwardInfo
 from wisp_core.pager.resident_experts import ResidentExperts
@@ -75,12 +75,12 @@ class Paged:
         self.slots = [self.pager.page_layer(layer, host) for layer, host in enumerate(self.hosts)]
         self.tables = [LayerTable(NUM_EXPERTS, cap) for _ in range(NUM_LAYERS)]
 
-    def step(self, ids: np.ndarray, *, path: Path = Path.DECODE, num_valid: int | None = None) -> None:
+    def step(self, ids: np.ndarray, *, path: FetchPath = FetchPath.DECODE, num_valid: int | None = None) -> None:
         """One forward; what each routed id is served from holds the right expert."""
-        self.pager.begin_step(len(ids[0]) if num_valid is None else num_valid, is_prefill=path is Path.STREAMED)
+        self.pager.begin_step(len(ids[0]) if num_valid is None else num_valid, is_prefill=path is FetchPath.STREAMED)
         for layer, table in enumerate(self.tables):
             slot_ids = self.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), path)
-            plan = table.plan if path is Path.DECODE else table.look_up
+            plan = table.plan if path is FetchPath.DECODE else table.look_up
             assert slot_ids.tolist() == plan(ids[layer], num_valid).slot_ids.tolist()
             self.check_contents(layer, table)
         self.pager.end_step()
@@ -126,7 +126,7 @@ def test_neither_a_step_nor_a_report_waits_for_the_device() -> None:
     torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
     paged.pager.begin_step(2, is_prefill=False)
     for layer, of_layer in enumerate(ids):
-        paged.pager.plan(layer, of_layer, Path.DECODE)
+        paged.pager.plan(layer, of_layer, FetchPath.DECODE)
     paged.pager.end_step()
     PagerReport.of(paged.pager)
     assert not torch.cuda.current_stream().query(), "the device still works"
@@ -151,7 +151,7 @@ def test_a_prefill_leaves_the_working_set_alone() -> None:
     for seed in range(5):
         paged.step(routing(2, seed))
     before = paged.pager.resident()
-    paged.step(routing(30, 99), path=Path.STREAMED)
+    paged.step(routing(30, 99), path=FetchPath.STREAMED)
     assert paged.pager.resident() == before
     assert paged.pager.counts_prefill.steps == 1
     assert paged.pager.counts_decode.steps == 5

@@ -16,7 +16,7 @@ from wisp_core.pager.device.blocks import Blocks
 from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.reference import LayerTable
-from wisp_core.pager.device.state import READY, DeviceState, Header, LayerState, Path
+from wisp_core.pager.device.state import READY, DeviceState, FetchPath, Header, LayerState
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -46,13 +46,15 @@ class Pair:
         self.layer = self.state.layer(1)
         self.table = LayerTable(num_experts, cap)
 
-    def step(self, ids: Ids, dtype: torch.dtype, num_valid_rows: int | None = None, path: Path = Path.DECODE) -> None:
+    def step(
+        self, ids: Ids, dtype: torch.dtype, num_valid_rows: int | None = None, path: FetchPath = FetchPath.DECODE
+    ) -> None:
         rows = 2**31 - 1 if num_valid_rows is None else num_valid_rows
         self.state.num_valid_rows.fill_(rows)
         topk_ids = torch.from_numpy(ids).to(DEVICE, dtype).contiguous()
         slot_ids = torch.full_like(topk_ids, 12345)
         plan_step(self.layer, topk_ids, slot_ids, self.state.num_valid_rows, path=path)
-        act = self.table.plan if path is Path.DECODE else self.table.look_up
+        act = self.table.plan if path is FetchPath.DECODE else self.table.look_up
         expected = act(ids, num_valid_rows)
         assert slot_ids.tolist() == expected.slot_ids.tolist()
         assert self.layer.read_list() == expected.misses
@@ -87,7 +89,7 @@ def test_random_routing_with_padding_and_changing_caps(num_experts: int, top_k: 
         num_valid_rows = int(rng.integers(0, rows + 1)) if rng.random() < 0.5 else None
         if num_valid_rows is not None:
             ids[num_valid_rows:] = rng.integers(-(2**31), 2**31, (rows - num_valid_rows, top_k))
-        path = Path.STREAMED if rng.random() < 0.2 else Path.DECODE
+        path = FetchPath.STREAMED if rng.random() < 0.2 else FetchPath.DECODE
         pair.step(ids, dtype, num_valid_rows, path)
     pair.assert_neighbours_untouched()
 
@@ -122,7 +124,7 @@ def test_a_large_batch_is_read_in_several_parts() -> None:
     rng = np.random.default_rng(0)
     pair = Pair(num_experts=128, cap=16)
     for num_valid_rows in (None, 1500, 1):
-        pair.step(random_rows(rng, 1601, 128, 8), torch.int32, num_valid_rows, Path.STREAMED)
+        pair.step(random_rows(rng, 1601, 128, 8), torch.int32, num_valid_rows, FetchPath.STREAMED)
         pair.step(random_rows(rng, 1601, 128, 8), torch.int32, num_valid_rows)
 
 

@@ -16,7 +16,7 @@ from wisp_core.pager.device.cap_kernel import set_cap
 from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.prefetch_kernel import FETCHED, PENDING, SUMS_WIDTH, USED, WASTED, WEIGHT, guess
 from wisp_core.pager.device.prefetch_reference import PrefetchingTable
-from wisp_core.pager.device.state import DeviceState, Header, Lists, Path
+from wisp_core.pager.device.state import DeviceState, FetchPath, Header, Lists
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -55,11 +55,11 @@ def test_the_kernel_equals_the_reference_step_by_step(num_experts: int, top_k: i
         assert [int(sums[entry]) for entry in (FETCHED, USED, WASTED)] == [counts.fetched, counts.used, counts.wasted]
         assert counts.fetched == counts.used + counts.wasted + len(table.pending)
         ids = zipf_rows(rng, rows, num_experts, top_k)
-        path = Path.STREAMED if step % 7 == 6 else Path.DECODE
+        path = FetchPath.STREAMED if step % 7 == 6 else FetchPath.DECODE
         slot_ids = torch.empty(ids.shape, dtype=torch.int32, device=DEVICE)
         plan_step(layer, torch.from_numpy(ids).to(DEVICE), slot_ids, state.num_valid_rows, path=path)
-        plan = table.plan(ids) if path is Path.DECODE else table.look_up(ids)
-        if path is Path.STREAMED:
+        plan = table.plan(ids) if path is FetchPath.DECODE else table.look_up(ids)
+        if path is FetchPath.STREAMED:
             continue
         assert slot_ids.tolist() == plan.slot_ids.tolist()
         read = layer.read()
@@ -71,7 +71,7 @@ def step_by_contents(paged: Paged, ids: np.ndarray) -> None:
     """One decode step; every slot id leads to the bytes of the expert that was routed to."""
     paged.pager.begin_step(len(ids[0]), is_prefill=False)
     for layer in range(NUM_LAYERS):
-        slot_ids = paged.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), Path.DECODE).cpu()
+        slot_ids = paged.pager.plan(layer, torch.from_numpy(ids[layer]).to(DEVICE), FetchPath.DECODE).cpu()
         for expert, slot_id in zip(ids[layer].reshape(-1).tolist(), slot_ids.view(-1).tolist(), strict=True):
             if slot_id >= NUM_EXPERTS:
                 assert slot_id == NUM_EXPERTS + expert

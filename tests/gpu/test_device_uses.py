@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.reference import LayerTable
-from wisp_core.pager.device.state import MAX_ROUTED, DeviceState, Path
+from wisp_core.pager.device.state import MAX_ROUTED, DeviceState, FetchPath
 from wisp_core.pager.device.uses import DeviceUses
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,11 +36,11 @@ class Counted:
         self.hits: dict[str, int] = defaultdict(int)
         self.rng = np.random.default_rng(0)
 
-    def step(self, keys: list[str | None], rows: int, path: Path = Path.DECODE) -> None:
+    def step(self, keys: list[str | None], rows: int, path: FetchPath = FetchPath.DECODE) -> None:
         for layer, table in enumerate(self.tables):
             ids = np.argsort(self.rng.random((rows, NUM_EXPERTS)), axis=1)[:, :TOP_K].astype(np.int64)
             resident = set(table.slot_of)
-            (table.plan if path is Path.DECODE else table.look_up)(ids)
+            (table.plan if path is FetchPath.DECODE else table.look_up)(ids)
             topk_ids = torch.from_numpy(ids).to(DEVICE)
             slot_ids = torch.empty_like(topk_ids)
             plan_step(self.state.layer(layer), topk_ids, slot_ids, self.state.num_valid_rows, path=path)
@@ -72,7 +72,7 @@ def test_counts_and_hits_by_key_over_drains() -> None:
     for _ in range(3):
         for step in range(6):
             counted.step(["a", "b", "a", None][: 1 + step % 4], rows=4)
-        counted.step(["c"], rows=30, path=Path.STREAMED)  # a decode row that rides along with a prefill
+        counted.step(["c"], rows=30, path=FetchPath.STREAMED)  # a decode row that rides along with a prefill
         counted.check()
     assert counted.drain() == {}
 

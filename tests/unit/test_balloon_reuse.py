@@ -199,10 +199,10 @@ def test_a_turn_that_waits_counts_and_is_known_better_once_it_is_admitted() -> N
 def test_turns_that_stay_away_fade_sooner_than_those_that_come_seldom() -> None:
     window = TurnWindow(2, memory_s=10.0)
     for second in range(60):
-        for sort, every_s in (("often", 1), ("seldom", 10)):
+        for kind, every_s in (("often", 1), ("seldom", 10)):
             if second % every_s == 0:
-                window.begin((sort, second), np.array([1.0, 0.0] if sort == "often" else [0.0, 1.0]), second, sort)
-                window.end((sort, second), second)
+                window.begin((kind, second), np.array([1.0, 0.0] if kind == "often" else [0.0, 1.0]), second, kind)
+                window.end((kind, second), second)
     often, seldom = window.rates(59.0, 60.0)
     assert (often, seldom) == (pytest.approx(1.0, rel=0.1), pytest.approx(0.1, rel=0.8))
     later_often, later_seldom = window.rates(67.0, 68.0)

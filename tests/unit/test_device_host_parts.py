@@ -16,7 +16,7 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.memory.memfd import MemfdBacking
 from wisp_core.pager.device.reference import StepCounts
 from wisp_core.pager.device.staging import _runs, experts_in_no_slot
-from wisp_core.pager.device.state import DeviceState, Path
+from wisp_core.pager.device.state import DeviceState, FetchPath
 from wisp_core.pager.device.statistics import RecentSteps, Sums
 from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.device.uses import DeviceUses
@@ -27,11 +27,11 @@ from wisp_core.pager.pinned_memory import EmptyInPinnedMemory, PinnedMemory
 
 def sums(steps: int, distances: list[int], prefills: int = 0, distinct: int = 0, rows: int = 0, union: int = 0) -> Sums:
     """Of two layers, each with these."""
-    counts = np.zeros((2, len(Path), len(StepCounts.__slots__)), np.int64)
-    counts[:, Path.DECODE, :2] = steps, rows
-    counts[:, Path.DECODE, StepCounts.__slots__.index("distinct")] = union
-    counts[:, Path.STREAMED, 0] = prefills
-    counts[:, Path.STREAMED, StepCounts.__slots__.index("distinct")] = distinct
+    counts = np.zeros((2, len(FetchPath), len(StepCounts.__slots__)), np.int64)
+    counts[:, FetchPath.DECODE, :2] = steps, rows
+    counts[:, FetchPath.DECODE, StepCounts.__slots__.index("distinct")] = union
+    counts[:, FetchPath.STREAMED, 0] = prefills
+    counts[:, FetchPath.STREAMED, StepCounts.__slots__.index("distinct")] = distinct
     return Sums(counts, np.array([distances, distances]))
 
 

@@ -118,8 +118,8 @@ class TurnMeter:
         if self._uses_prefixes(request):
             self._returns.begin(reversed(self._prompt_hashes(request)), now_s)
             self._unread.add(request.request_id)
-        sort = request.num_prompt_tokens.bit_length()
-        self._asked.begin(request.request_id, self._amounts(request, self._nothing()), now_s, sort)
+        kind = request.num_prompt_tokens.bit_length()
+        self._asked.begin(request.request_id, self._amounts(request, self._nothing()), now_s, kind)
         self.note_change()
 
     def note_scheduled(self, output: Any) -> None:

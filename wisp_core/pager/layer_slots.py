@@ -9,7 +9,7 @@ import torch
 from wisp_core.memory.layout import slots_bytes, whole_pages
 from wisp_core.memory.region import Backing, ByteRange
 from wisp_core.pager.host_store import HostStore
-from wisp_core.pager.slot_table import Copy, Move
+from wisp_core.pager.slot_table import Copy, SlotMove
 
 
 class LayerSlots:
@@ -59,7 +59,7 @@ class LayerSlots:
             for expert, slot in copies:
                 slots[slot].copy_(host[expert])
 
-    def move(self, moves: list[Move]) -> None:
+    def move(self, moves: list[SlotMove]) -> None:
         """Copy slots onto slots."""
         for slots in self._rows.values():
             for source, target in moves:

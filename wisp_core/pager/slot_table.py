@@ -26,7 +26,7 @@ NOT_RESIDENT = -1
 Copy = tuple[int, int]
 """``(expert, slot)``: this expert must be copied from the host into this slot."""
 
-Move = tuple[int, int]
+SlotMove = tuple[int, int]
 """``(from_slot, to_slot)``: the expert in the first slot must be copied to the second."""
 
 
@@ -88,7 +88,7 @@ class SlotTable:
         self.num_rows_seen += rows
         return batches
 
-    def set_cap(self, cap: int) -> list[Move]:
+    def set_cap(self, cap: int) -> list[SlotMove]:
         """Change the number of slots; the most recent ``cap`` experts stay.
 
         Returns:
@@ -102,7 +102,7 @@ class SlotTable:
             self.expert_in[self.slot_of[expert]] = NOT_RESIDENT
             self.slot_of[expert] = NOT_RESIDENT
         self.cap = cap
-        moves: list[Move] = []
+        moves: list[SlotMove] = []
         free = iter(np.flatnonzero(self.expert_in[:cap] == NOT_RESIDENT).tolist())
         for source in (cap + np.flatnonzero(self.expert_in[cap:] != NOT_RESIDENT)).tolist():
             target = next(free)

@@ -27,7 +27,7 @@ from wisp_core.pager.device.prefetch import Prefetcher
 from wisp_core.pager.device.prefetch_reference import PrefetchCounts
 from wisp_core.pager.device.reference import NO_SLOT, LayerTable
 from wisp_core.pager.device.staging import Staging
-from wisp_core.pager.device.state import DeviceState, LayerState, Path, Table
+from wisp_core.pager.device.state import DeviceState, FetchPath, LayerState, Table
 from wisp_core.pager.device.statistics import DeviceSums, RecentSteps
 from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.pager.device.uses import DeviceUses
@@ -164,13 +164,13 @@ class DevicePager(PagedLayers[_Layer]):
         """Whether the running forward is a prefill."""
         return self._is_prefill
 
-    def plan(self, index: int, topk_ids: torch.Tensor, path: Path) -> torch.Tensor:
+    def plan(self, index: int, topk_ids: torch.Tensor, path: FetchPath) -> torch.Tensor:
         """Plan one layer; returns slot ids, ``E + expert`` for experts in no slot.
 
         On the path DECODE it fetches into slots what is missing. Launches only, so that a graph may capture it. Ids are
         integer [rows, top_k], contiguous.
         """
-        if path is Path.DECODE:
+        if path is FetchPath.DECODE:
             return self._plan_decode(index, topk_ids, None, is_marking=False)
         slot_ids = torch.empty_like(topk_ids, dtype=torch.int32)
         plan_step(self._layer(index).state, topk_ids, slot_ids, self._device_state.num_valid_rows, path=path)
@@ -286,12 +286,12 @@ class DevicePager(PagedLayers[_Layer]):
     @property
     def counts_decode(self) -> PagerCounts:
         """Forwards in which every request computed one token; misses include experts read in place."""
-        return self._counts(Path.DECODE)
+        return self._counts(FetchPath.DECODE)
 
     @property
     def counts_prefill(self) -> PagerCounts:
         """Forwards in which some request computed more than one token; misses are needed experts in no slot."""
-        return self._counts(Path.STREAMED)
+        return self._counts(FetchPath.STREAMED)
 
     @property
     def prefetched(self) -> PrefetchCounts:
@@ -349,7 +349,7 @@ class DevicePager(PagedLayers[_Layer]):
             self.staging = Staging(self.stores, self.settings.staging_bytes, self.device)
             self.link_bytes_per_s = self.staging.measure_link()
 
-    def _counts(self, path: Path) -> PagerCounts:
+    def _counts(self, path: FetchPath) -> PagerCounts:
         sums = self._sums.read()
         counts = sums.total(path)
         missed_bytes = counts.misses * self.expert_bytes
@@ -360,7 +360,7 @@ class DevicePager(PagedLayers[_Layer]):
             misses=counts.misses,
             missed_bytes=missed_bytes,
             distinct=counts.distinct,
-            seconds=sums.seconds[path is Path.STREAMED],
+            seconds=sums.seconds[path is FetchPath.STREAMED],
             # Inside a graph copies cannot be timed one by one: what they take at the link's measured speed.
             link_seconds=missed_bytes / self.link_bytes_per_s if self.link_bytes_per_s else 0.0,
         )

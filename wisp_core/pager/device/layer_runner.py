@@ -12,7 +12,7 @@ from wisp_core.pager.device.device_pager import DevicePager
 from wisp_core.pager.device.fused_apply import FusedExperts
 from wisp_core.pager.device.runner import Runner
 from wisp_core.pager.device.staging import W2, W13, Group
-from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.state import FetchPath
 
 MAX_ROWS_IN_PLACE = 128
 """Prefills of at most so many rows read missing experts in place: most experts then fill one block of a product, so
@@ -31,7 +31,7 @@ class LayerRunner(Runner):
         # A captured graph serves whatever comes later, so its way may depend on the number of rows only.
         if not self._pager.is_prefill or torch.cuda.is_current_stream_capturing():
             return self._decode(experts, topk_ids)
-        slot_ids = self._pager.plan(self._index, topk_ids, Path.STREAMED)
+        slot_ids = self._pager.plan(self._index, topk_ids, FetchPath.STREAMED)
         if len(topk_ids) <= MAX_ROWS_IN_PLACE:
             return experts.run(slot_ids, self._host_rows())
         return experts.run_in_groups(slot_ids, self._groups())
@@ -40,7 +40,7 @@ class LayerRunner(Runner):
         num_rows = len(topk_ids)
         host = self._host_rows() if self._pager.can_overflow(num_rows) else None
         if num_rows > experts.rows_per_block or topk_ids.numel() > MAX_BLOCK_IDS:
-            return experts.run(self._pager.plan(self._index, topk_ids, Path.DECODE), host)
+            return experts.run(self._pager.plan(self._index, topk_ids, FetchPath.DECODE), host)
         # One row needs no expert twice, and never more than there are slots.
         blocks = Blocks.empty(topk_ids, experts.rows_per_block, host) if num_rows > 1 else None
         return experts.run_plan(self._pager.plan_products(self._index, topk_ids, blocks))

@@ -37,10 +37,10 @@ from wisp_core.pager.device.plan_parts import (
 )
 from wisp_core.pager.device.state import (
     MAX_ROUTED,
+    FetchPath,
     Header,
     LayerState,
     Lists,
-    Path,
     Table,
 )
 
@@ -258,7 +258,7 @@ def plan_step(
     slot_ids: torch.Tensor,
     num_valid_rows: torch.Tensor,
     *,
-    path: Path = Path.DECODE,
+    path: FetchPath = FetchPath.DECODE,
     gather: Gather | None = None,
     gather_after: Gather | None = None,
     blocks: Blocks | None = None,
@@ -283,7 +283,7 @@ def plan_step(
     assert slot_ids.is_contiguous()
     assert slot_ids.shape == topk_ids.shape
     gathers = [given for given in (gather, gather_after) if given is not None]
-    assert path is Path.DECODE or not (gathers or is_marking)
+    assert path is FetchPath.DECODE or not (gathers or is_marking)
     assert gather is None or gather_after is None or gather.is_like(gather_after)
     num_ids = topk_ids.numel()
     ids_at_once = min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE)
@@ -308,7 +308,7 @@ def plan_step(
         width=layer.table.shape[1],
         ids_at_once=ids_at_once,
         has_short_cut=is_marking and num_ids <= ids_at_once and (blocks is None or is_few),
-        is_admitting=path is Path.DECODE,
+        is_admitting=path is FetchPath.DECODE,
         is_marking=is_marking,
         num_warps=num_warps or (_COPYING_WARPS if gathers else _PLANNING_WARPS),
         **chained(layer.header),

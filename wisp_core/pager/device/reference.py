@@ -37,7 +37,7 @@ NO_SLOT = -1
 Miss = tuple[int, int]
 """``(expert, slot)``: this expert must come over the link, into this slot or, with `NO_SLOT`, to elsewhere."""
 
-Move = tuple[int, int]
+SlotMove = tuple[int, int]
 """``(from_slot, to_slot)``: the expert in the first slot must be copied to the second."""
 
 
@@ -109,7 +109,7 @@ class LayerTable:
         _count(self.streamed, topk_ids, num_valid_rows, len(hits), misses)
         return StepPlan(self._slot_ids(topk_ids, num_valid_rows), misses, num_copies=0)
 
-    def set_cap(self, cap: int) -> list[Move]:
+    def set_cap(self, cap: int) -> list[SlotMove]:
         """Change the number of slots between steps; the most recent ``cap`` experts stay.
 
         Returns:
@@ -120,7 +120,7 @@ class LayerTable:
         residents = [expert for expert in self.stack if expert in self.slot_of]
         freed = [self.slot_of.pop(expert) for expert in sorted(residents[cap:])]
         targets = iter([slot for slot in freed if slot < cap])
-        moves: list[Move] = []
+        moves: list[SlotMove] = []
         for expert in sorted(residents[:cap]):
             if self.slot_of[expert] >= cap:
                 source, self.slot_of[expert] = self.slot_of[expert], next(targets)

@@ -56,7 +56,7 @@ class Lists(IntEnum):
     FREED = 2  # scratch of one step: slots that it frees
 
 
-class Path(IntEnum):
+class FetchPath(IntEnum):
     """Rows of `LayerState.counts`: how a step gets its missing experts."""
 
     DECODE = 0  # into slots
@@ -74,7 +74,7 @@ class LayerState:
     arrivals: torch.Tensor  # int32 [width]: programs of the running plan that have read the table; else 0
     ready: torch.Tensor  # int32 [1 and more]: READY from when a step's first fetches are there until its products ran
     distances: torch.Tensor  # int64 [width + 2]: uses by stack position, first uses at num_experts
-    counts: torch.Tensor  # int64 [len(Path), COUNTS_WIDTH]: the fields of StepCounts in order
+    counts: torch.Tensor  # int64 [len(FetchPath), COUNTS_WIDTH]: the fields of StepCounts in order
     routed: torch.Tensor  # int16 [MAX_ROUTED]: ids of the last step in order, + ROUTED_MISS if missing, -1 if padding
 
     def read(self) -> LayerTable:
@@ -124,7 +124,7 @@ class DeviceState:
         self.arrivals = torch.zeros(num_layers, self.width, dtype=torch.int32, device=device)
         self.ready = torch.zeros(num_layers, _READY_WIDTH, dtype=torch.int32, device=device)
         self.distances = torch.zeros(num_layers, self.width + 2, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(num_layers, len(Path), COUNTS_WIDTH, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_layers, len(FetchPath), COUNTS_WIDTH, dtype=torch.int64, device=device)
         self.routed = torch.full((num_layers, MAX_ROUTED), -1, dtype=torch.int16, device=device)
         self.new_cap = torch.full((1,), cap, dtype=torch.int32, device=device)
         self.num_valid_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from wisp_core.pager.device.reference import StepCounts
-from wisp_core.pager.device.state import DeviceState, Path
+from wisp_core.pager.device.state import DeviceState, FetchPath
 from wisp_core.pager.device.step_clock import StepClock
 from wisp_core.working_set.forgetting import Forgetting
 from wisp_core.working_set.union_power import power_union
@@ -25,14 +25,14 @@ _REPORT_S = 0.01
 class Sums:
     """Counters at one moment, in the order of the device's stream."""
 
-    counts: npt.NDArray[np.int64]  # [layers, len(Path), fields of StepCounts]
+    counts: npt.NDArray[np.int64]  # [layers, len(FetchPath), fields of StepCounts]
     distances: npt.NDArray[np.int64]  # [layers, E + 1]
     seconds: Mapping[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     """Device time of the forwards that are counted, by whether they are prefills."""
     at_s: float = 0.0
     """When, on the monotonic clock."""
 
-    def total(self, path: Path) -> StepCounts:
+    def total(self, path: FetchPath) -> StepCounts:
         """Counts of one path, summed over layers but for ``steps`` and ``rows``, which all layers share."""
         steps, rows, *by_layer = (int(n) for n in self.counts[:, path].sum(axis=0))
         num_layers = len(self.counts)
@@ -98,7 +98,7 @@ class DeviceSums:
 
     def _empty(self) -> Sums:
         state = self._state
-        shape = (state.num_layers, len(Path), self._fields)
+        shape = (state.num_layers, len(FetchPath), self._fields)
         distances = np.zeros((state.num_layers, state.num_experts + 1), np.int64)
         return Sums(np.zeros(shape, np.int64), distances, at_s=time.monotonic())
 
@@ -113,7 +113,7 @@ class RecentSteps:
 
     def update(self, sums: Sums, now_s: float) -> None:
         """Take in the steps since the last call; sums that went back (a reset) start anew."""
-        decode, prefill = sums.total(Path.DECODE), sums.total(Path.STREAMED)
+        decode, prefill = sums.total(FetchPath.DECODE), sums.total(FetchPath.STREAMED)
         counts = (decode.steps, decode.rows, decode.distinct, prefill.steps, prefill.distinct)
         now = np.array([*counts, *sums.distances.sum(axis=0)])
         if (now < self._seen).any():

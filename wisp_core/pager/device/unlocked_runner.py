@@ -13,7 +13,7 @@ import torch
 from wisp_core.pager.device.fused_apply import FusedExperts
 from wisp_core.pager.device.runner import Runner
 from wisp_core.pager.device.staging import Group, experts_in_no_slot
-from wisp_core.pager.device.state import Path
+from wisp_core.pager.device.state import FetchPath
 
 
 class UnlockedRunner(Runner):
@@ -22,7 +22,7 @@ class UnlockedRunner(Runner):
     def _run(self, experts: FusedExperts, topk_ids: torch.Tensor) -> torch.Tensor:
         assert not torch.cuda.is_current_stream_capturing(), "graphs are off where host memory is not locked"
         if self._pager.is_prefill:
-            slot_ids = self._pager.plan(self._index, topk_ids, Path.STREAMED)
+            slot_ids = self._pager.plan(self._index, topk_ids, FetchPath.STREAMED)
         else:
             slot_ids = self._pager.fetch_by_host(self._index, topk_ids)
         return experts.run_in_groups(slot_ids, self._groups(slot_ids))

@@ -53,7 +53,7 @@ def _count_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
+class KeyUses:
     """What one key used since its number was given out."""
 
     counts: npt.NDArray[np.int32]  # [layers, E]
@@ -102,7 +102,7 @@ class DeviceUses:
             num_warps=1,
         )
 
-    def drain(self) -> dict[str, Uses]:
+    def drain(self) -> dict[str, KeyUses]:
         """Uses by key, up to some drain before; waits for nothing unless the device is idle."""
         found = self._collect()
         if self._copying is None and self._numbers:
@@ -139,9 +139,9 @@ class DeviceUses:
         self._copying = (list(self._numbers), event)
         self._numbers = {}
 
-    def _collect(self) -> dict[str, Uses]:
+    def _collect(self) -> dict[str, KeyUses]:
         if self._copying is None or (self._copying[1] is not None and not self._copying[1].query()):
             return {}
         keys, self._copying = self._copying[0], None
         counts, hits = self._host_counts.numpy(), self._host_hits.tolist()
-        return {key: Uses(counts[number].copy(), hits[number]) for number, key in enumerate(keys)}
+        return {key: KeyUses(counts[number].copy(), hits[number]) for number, key in enumerate(keys)}
