@@ -129,6 +129,15 @@ class ReplicaSettings(Section):
         default_factory=dict, description="vLLM engine arguments by their Python names, e.g. max_model_len, block_size."
     )
 
+    @model_validator(mode="after")
+    def _may_grow(self) -> Self:
+        if self.autoscaling is not None and self.autoscaling.max_count <= self.count:
+            raise ValueError(
+                f"replica.autoscaling.max_count ({self.autoscaling.max_count}) must be above replica.count "
+                f"({self.count}), or leave replica.autoscaling out"
+            )
+        return self
+
 
 class RedisSettings(Section):
     """Shared state."""
@@ -211,6 +220,12 @@ class TenantSettings(Section, TenantLimits):
     def _exactly_one_key(self) -> Self:
         if (self.key_sha256 is None) == (self.key_file is None):
             raise ValueError("give exactly one of key_sha256 and key_file")
+        return self
+
+    @model_validator(mode="after")
+    def _only_dedicated_has_replicas(self) -> Self:
+        if self.isolation is Isolation.SHARED and self.dedicated_replicas != 1:
+            raise ValueError("dedicated_replicas is for isolation: dedicated")
         return self
 
 

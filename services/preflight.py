@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from services.config import ModelSettings, PolicySettings, ServiceConfig
+from services.config import ModelSettings, PolicySettings, RouterName, ServiceConfig
 from services.environment import joined_cluster
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from services.preflight_engine import check_engine
+from wisp_core.contracts import Barrier
 from wisp_core.errors import ConfigurationError
 from wisp_core.tenant_contracts import Isolation
 
@@ -80,9 +81,14 @@ def _file_system(path: Path) -> str:
     return next((mounts[one] for one in (resolved, *resolved.parents) if one in mounts), "an unknown file system")
 
 
-def doubts(config: ServiceConfig) -> list[str]:
-    """What may be meant, and is worth a warning."""
-    replica, lines = config.replica, []
+def warnings_of(config: ServiceConfig) -> list[str]:
+    """What may be meant otherwise."""
+    replica, routing, lines = config.replica, config.routing, []
+    if routing.router is not RouterName.WORKING_SET:
+        unused = sorted(routing.model_fields_set - {"router"})
+        lines += [f"routing.{name}: only routing.router: working_set has use for it" for name in unused]
+    if "drain_timeout_s" in replica.model_fields_set and replica.barrier is not Barrier.DRAINED:
+        lines.append("replica.drain_timeout_s: only replica.barrier: drained has use for it")
     most = replica.count if replica.autoscaling is None else max(replica.count, replica.autoscaling.max_count)
     for index, tenant in enumerate(config.tenants):
         count = tenant.dedicated_replicas if tenant.isolation is Isolation.DEDICATED else most

@@ -18,7 +18,7 @@ from typing import Any
 
 from services.config import ModelSettings, ReplicaSettings
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
-from wisp_core.pager.support import refused_experts
+from wisp_core.pager.support import refuse_misplaced, refused_experts
 from wisp_core.planner.model_shape import ModelShape, read_shape
 
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
@@ -36,6 +36,12 @@ _DENSE_SURE = 0.9
 def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
     """Raises ConfigurationError for settings that the model at ``model.path`` or vLLM cannot have."""
     check_arguments(replica)
+    refuse_misplaced(
+        "replica",
+        prefetch=replica.prefetch,
+        emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
+        is_on_gpu=replica.num_gpus > 0,
+    )
     if (found := _shape_of(model, replica)) is None:
         return  # On the hub, or a layout that only vLLM may know.
     config, shape = found

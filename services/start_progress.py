@@ -18,7 +18,7 @@ _POLL_PERIOD_S = 0.5
 
 
 @contextlib.contextmanager
-def told_progress(say: Callable[[str], None], *, period_s: float = PERIOD_S) -> Iterator[None]:
+def progress_to(say: Callable[[str], None], *, period_s: float = PERIOD_S) -> Iterator[None]:
     """Say where the logs are as soon as that is known, and what is ready every ``period_s``, until exit."""
     ended = threading.Event()
     teller = threading.Thread(target=_tell, args=(say, ended, period_s), name="start-progress", daemon=True)

@@ -24,7 +24,7 @@ from services.app import Service
 from services.preflight import checked_start
 from services.secret_files import read_or_create, secret_path
 from services.service_file import read_service_file
-from services.start_progress import told_progress
+from services.start_progress import progress_to
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
 LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
@@ -71,7 +71,7 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
 
             config = prepare_demo("mv_wsa")
             stack.enter_context(checked_start(config))
-            with told_progress(Console(stderr=True).print):
+            with progress_to(Console(stderr=True).print):
                 stack.enter_context(Service(config))
             state_dir = config.state_dir
         facts = read_service_file(state_dir)

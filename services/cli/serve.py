@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from services.app import Service
 from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
-from services.preflight import checked_start, doubts
+from services.preflight import checked_start, warnings_of
 from services.setting_errors import what_is_wrong
-from services.start_progress import told_progress
+from services.start_progress import progress_to
 from wisp_core.errors import ConfigurationError
 
 _TEND_PERIOD_S = 0.5
@@ -44,7 +44,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     with checked_start(config), contextlib.ExitStack() as stack:
         service = Service(config)
         announce_start(config)
-        with told_progress(lambda line: typer.echo(f"wisp: {line}", err=True)):
+        with progress_to(lambda line: typer.echo(f"wisp: {line}", err=True)):
             stack.enter_context(service)
         stopped = catch_stop_signals()
         upgrades = Upgrades(service, partial(load_config, redis_url=redis_url))
@@ -81,8 +81,8 @@ def catch_stop_signals() -> threading.Event:
 
 def announce_start(config: ServiceConfig) -> None:
     """Print what starts now, and what of it may not be meant."""
-    for doubt in doubts(config):
-        typer.echo(f"wisp: warning: {doubt}", err=True)
+    for warning in warnings_of(config):
+        typer.echo(f"wisp: warning: {warning}", err=True)
     replicas = "1 replica" if config.num_replicas == 1 else f"{config.num_replicas} replicas"
     typer.echo(f"wisp: starting {replicas} of {config.model.name}", err=True)
 

@@ -18,7 +18,7 @@ import typer
 
 from services.app import Service
 from services.config import ServiceConfig
-from services.preflight import check_settings, doubts
+from services.preflight import check_settings, warnings_of
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError, WispError
 
@@ -49,8 +49,8 @@ def request_upgrade(path: Path) -> None:
             "like, or is still starting"
         )
     order = secrets.token_hex(8)
-    for doubt in doubts(config):
-        typer.echo(f"wisp: warning: {doubt}", err=True)
+    for warning in warnings_of(config):
+        typer.echo(f"wisp: warning: {warning}", err=True)
     _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
     os.kill(int(facts["pid"]), signal.SIGHUP)
     deadline_s = time.monotonic() + TIMEOUT_S

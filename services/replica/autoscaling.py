@@ -56,8 +56,8 @@ def desired_replicas(
     turns = queued + sum(one.turns for one in work)
     by_turns = max(1, math.ceil(turns / target_turns))
     copy_share = sum(one.copy_share for one in work) / len(work)
-    # A replica with one turn gains nothing from another one.
-    if copy_share > max_copy_share and turns > current:
+    # A replica with one turn gains nothing from another one; and what the last one brought is waited for.
+    if copy_share > max_copy_share and turns > current and len(work) >= current:
         return max(by_turns, current + 1)
     if by_turns >= current:
         return by_turns

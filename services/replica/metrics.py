@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from opentelemetry.metrics import CallbackOptions, Observation
 from prometheus_client import REGISTRY, generate_latest
@@ -10,7 +11,25 @@ from prometheus_client import REGISTRY, generate_latest
 from services.telemetry import Telemetry
 from wisp_core.contracts import Outcome, PagerCounts, ReplicaSnapshot, ResizeOutcome
 
-Observer = Callable[[CallbackOptions], Iterable[Observation]]
+_GAUGES: tuple[tuple[str, str, str, Callable[[ReplicaSnapshot], float]], ...] = (
+    ("cap", "", "Expert slots per layer.", lambda one: one.split.cap),
+    ("kv_blocks", "", "Usable KV blocks.", lambda one: one.split.kv_blocks),
+    ("budget", "By", "Budget that experts and KV share.", lambda one: one.budget_bytes),
+    ("resident", "By", "Bytes of the pools' mappings that are resident.", lambda one: one.resident_bytes),
+    ("healthy", "", "1 while the engine serves.", lambda one: int(one.is_healthy)),
+    (
+        "fetched_tokens",
+        "1/s",
+        "Prefix tokens that come back from host memory (kv_host_bytes).",
+        lambda one: one.kv.fetched_tokens_per_s,
+    ),
+)
+"""Name, unit, what it tells, and where a snapshot has it."""
+_PAGER_COUNTERS: tuple[tuple[str, str, str, Callable[[PagerCounts], int]], ...] = (
+    ("expert_hits", "", "Distinct experts per layer and step that were resident.", lambda counts: counts.hits),
+    ("expert_misses", "", "Expert copies from host memory to a slot.", lambda counts: counts.misses),
+    ("expert_copied", "By", "Bytes of these copies.", lambda counts: counts.missed_bytes),
+)
 
 
 class ReplicaMetrics:
@@ -42,38 +61,21 @@ class ReplicaMetrics:
 
     def _create_gauges(self) -> None:
         meter = self._telemetry.meter("wisp.replica")
-        for name, unit, text in (
-            ("cap", "", "Expert slots per layer."),
-            ("kv_blocks", "", "Usable KV blocks."),
-            ("budget", "By", "Budget that experts and KV share."),
-            ("resident", "By", "Bytes of the pools' mappings that are resident."),
-            ("healthy", "", "1 while the engine serves."),
-            ("fetched_tokens", "1/s", "Prefix tokens that come back from host memory (kv_host_bytes)."),
-        ):
-            meter.create_observable_gauge(f"wisp.replica.{name}", [self._observer(name)], unit=unit, description=text)
-        for name, unit, text in (
-            ("expert_hits", "", "Distinct experts per layer and step that were resident."),
-            ("expert_misses", "", "Expert copies from host memory to a slot."),
-            ("expert_copied", "By", "Bytes of these copies."),
-        ):
-            meter.create_observable_counter(
-                f"wisp.replica.{name}", [self._pager_observer(name)], unit=unit, description=text
-            )
+        for name, unit, text, read in _GAUGES:
+            callback = partial(self._observe, read)
+            meter.create_observable_gauge(f"wisp.replica.{name}", [callback], unit=unit, description=text)
+        for name, unit, text, count in _PAGER_COUNTERS:
+            callback = partial(self._observe_pager, count)
+            meter.create_observable_counter(f"wisp.replica.{name}", [callback], unit=unit, description=text)
 
-    def _observer(self, name: str) -> Observer:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            if self._snapshot is not None:
-                yield Observation(_gauge(self._snapshot, name))
+    def _observe(self, read: Callable[[ReplicaSnapshot], float], _: CallbackOptions) -> Iterable[Observation]:
+        if self._snapshot is not None:
+            yield Observation(read(self._snapshot))
 
-        return observe
-
-    def _pager_observer(self, name: str) -> Observer:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            if self._snapshot is not None:
-                yield Observation(_count(self._snapshot.decode, name), {"phase": "decode"})
-                yield Observation(_count(self._snapshot.prefill, name), {"phase": "prefill"})
-
-        return observe
+    def _observe_pager(self, count: Callable[[PagerCounts], int], _: CallbackOptions) -> Iterable[Observation]:
+        if self._snapshot is not None:
+            yield Observation(count(self._snapshot.decode), {"phase": "decode"})
+            yield Observation(count(self._snapshot.prefill), {"phase": "prefill"})
 
     def observe_snapshot(self, snapshot: ReplicaSnapshot) -> None:
         """What the gauges show from now on."""
@@ -107,22 +109,3 @@ class ReplicaMetrics:
     def close(self) -> None:
         """Stop the provider."""
         self._telemetry.close()
-
-
-def _gauge(snapshot: ReplicaSnapshot, name: str) -> float:
-    return {
-        "cap": snapshot.split.cap,
-        "kv_blocks": snapshot.split.kv_blocks,
-        "budget": snapshot.budget_bytes,
-        "resident": snapshot.resident_bytes,
-        "healthy": int(snapshot.is_healthy),
-        "fetched_tokens": snapshot.kv.fetched_tokens_per_s,
-    }[name]
-
-
-def _count(counts: PagerCounts, name: str) -> int:
-    return {
-        "expert_hits": counts.hits,
-        "expert_misses": counts.misses,
-        "expert_copied": counts.missed_bytes,
-    }[name]

@@ -30,6 +30,8 @@ LIMITS = {"target_turns": 8.0, "max_copy_share": 0.5}
         ([(8, 0.1), (8, 0.1)], 2, 1.0, 3),
         ([(8, 0.1)], 1, 30.0, 5),
         ([(3, 0.6)], 1, 0.0, 2),  # thrashes, and has turns to give away
+        ([(8, 0.9)], 2, 0.0, 2),  # what the second one brings is not known yet
+        ([(4, 0.6), (4, 0.6)], 2, 0.0, 3),  # it did not bring enough
         ([(1, 0.9)], 1, 0.0, 1),  # another replica would not help its only turn
         ([(3, 0.1), (3, 0.1)], 2, 0.0, 1),
         ([(3, 0.3), (3, 0.3)], 2, 0.0, 2),  # one alone would thrash

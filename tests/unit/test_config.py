@@ -1,8 +1,10 @@
 """The service's file: the shipped ones load, every error comes at once, unknown keys are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.cli.serve import load_config
 from services.config import ServiceConfig
@@ -136,3 +138,21 @@ def test_redis_url_of_the_command_line_wins(tmp_path: Path) -> None:
     config = load_config(path, "redis://elsewhere:1/0")
     assert config.redis.url == "redis://elsewhere:1/0"
     assert config.redis.timeout_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"replica": {"count": 3, "autoscaling": {"max_count": 3}}}, r"max_count \(3\) must be above replica.count"),
+        ({"tenants": [{"dedicated_replicas": 3}]}, "dedicated_replicas is for isolation: dedicated"),
+    ],
+)
+def test_settings_that_could_do_nothing_are_refused(changed: dict[str, Any], named: str) -> None:
+    tenant = {"tenant_id": "a", "key_sha256": "0" * 64}
+    fields = {
+        "model": {"path": "m"},
+        "replica": {"vram_budget_bytes": 1000, **changed.get("replica", {})},
+        "tenants": [{**tenant, **one} for one in changed.get("tenants", [{}])],
+    }
+    with pytest.raises(ValidationError, match=named):
+        ServiceConfig.model_validate(fields)

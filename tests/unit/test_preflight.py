@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config import HttpSettings, ModelSettings, PolicySettings, ServiceConfig
+from services.config import HttpSettings, ModelSettings, PolicySettings, RoutingSettings, ServiceConfig
 from services.ingress.listener import Listener
 from services.preflight import (
     check_host,
@@ -17,8 +17,8 @@ from services.preflight import (
     check_memory,
     check_model,
     check_policy,
-    doubts,
     own_state_dir,
+    warnings_of,
 )
 from services.service_file import is_owned, read_service_file
 from wisp_core.errors import ConfigurationError
@@ -188,13 +188,27 @@ def test_what_another_host_has_is_not_judged_by_this_one(monkeypatch: pytest.Mon
     check_host(too_much)
 
 
-def test_more_turns_than_a_tenant_s_replicas_take_are_a_doubt() -> None:
+def test_more_turns_than_a_tenant_s_replicas_take_are_warned_of() -> None:
     tenant = {"tenant_id": "a", "key_sha256": "0" * 64}
-    shared = config_of(count=2, max_ongoing_turns=64).model_dump(mode="json")
+    shared = config_of(count=2, max_ongoing_turns=64).model_dump(mode="json", exclude_unset=True)
 
     def told(**limits: object) -> list[str]:
-        return doubts(ServiceConfig.model_validate({**shared, "tenants": [{**tenant, **limits}]}))
+        return warnings_of(ServiceConfig.model_validate({**shared, "tenants": [{**tenant, **limits}]}))
 
     assert told() == told(max_concurrent_turns=128) == []
     assert [line.partition(": ")[0] for line in told(max_concurrent_turns=129)] == ["tenants.0.max_concurrent_turns"]
     assert "on each of 1 replicas" in told(max_concurrent_turns=65, isolation="dedicated")[0]
+
+
+def test_settings_that_others_make_useless_are_warned_of() -> None:
+    def told(router: str, barrier: str) -> list[str]:
+        config = config_of(barrier=barrier, drain_timeout_s=5.0)
+        routing = RoutingSettings.model_validate({"router": router, "migrate_gain_s": 1.0, "refresh_s": 1.0})
+        return [line.partition(":")[0] for line in warnings_of(config.model_copy(update={"routing": routing}))]
+
+    assert told("working_set", "drained") == []
+    assert told("power_of_two", "balloon") == [
+        "routing.migrate_gain_s",
+        "routing.refresh_s",
+        "replica.drain_timeout_s",
+    ]

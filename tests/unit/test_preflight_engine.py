@@ -45,6 +45,15 @@ def test_a_cap_that_the_model_cannot_have_is_named(model: Path, settings: dict[s
     check(model, initial_cap=8, min_cap=4)
 
 
+def test_what_is_for_the_other_kind_of_device_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"replica\.prefetch is for GPUs"):
+        check(model, prefetch=2)
+    with pytest.raises(ConfigurationError, match=r"replica\.emulated_link_bytes_per_s is for the CPU"):
+        check(model, emulated_link_bytes_per_s=1e9, num_gpus=1)
+    check(model, prefetch=2, num_gpus=1)
+    check(model, emulated_link_bytes_per_s=1e9)
+
+
 def test_arguments_that_vllm_does_not_have_are_all_named(model: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check(model, {"max_num_seq": 4, "block-size": 16, "colour": "red"})

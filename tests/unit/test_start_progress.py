@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services import start_progress
-from services.start_progress import told_progress, what_is_ready
+from services.start_progress import progress_to, what_is_ready
 
 
 def deployment(**replicas: int) -> SimpleNamespace:
@@ -42,7 +42,7 @@ def test_the_logs_are_named_first_and_progress_comes_until_the_end(monkeypatch: 
         if len(lines) == 2:
             told.set()
 
-    with told_progress(say, period_s=0.01):
+    with progress_to(say, period_s=0.01):
         assert told.wait(5)
     assert lines[:2] == [
         "logs are in /tmp/ray/session_1/logs",
@@ -54,6 +54,6 @@ def test_the_logs_are_named_first_and_progress_comes_until_the_end(monkeypatch: 
 def test_a_start_that_fails_before_ray_runs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_progress.ray, "is_initialized", lambda: False)
     lines: list[str] = []
-    with told_progress(lines.append, period_s=0.01):
+    with progress_to(lines.append, period_s=0.01):
         pass
     assert lines == []

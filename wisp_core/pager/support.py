@@ -40,12 +40,20 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     ]
     if reasons:
         raise UnsupportedModelError("this engine cannot page its experts:\n  " + "\n  ".join(reasons))
-    if settings.prefetch and device_type == "cpu":
-        raise ConfigurationError("additional_config.wisp.prefetch is for GPUs, where copies run beside computation")
-    if settings.emulated_link_bytes_per_s is not None and device_type != "cpu":
-        raise ConfigurationError(
-            "additional_config.wisp.emulated_link_bytes_per_s is for the CPU backend: leave it out"
-        )
+    refuse_misplaced(
+        "additional_config.wisp",
+        prefetch=settings.prefetch,
+        emulated_link_bytes_per_s=settings.emulated_link_bytes_per_s,
+        is_on_gpu=device_type != "cpu",
+    )
+
+
+def refuse_misplaced(section: str, *, prefetch: int, emulated_link_bytes_per_s: float | None, is_on_gpu: bool) -> None:
+    """Raises ConfigurationError for a setting in ``section`` that is for the other kind of device."""
+    if prefetch and not is_on_gpu:
+        raise ConfigurationError(f"{section}.prefetch is for GPUs, where copies run beside computation")
+    if emulated_link_bytes_per_s is not None and is_on_gpu:
+        raise ConfigurationError(f"{section}.emulated_link_bytes_per_s is for the CPU backend: leave it out")
 
 
 def refused_experts(*, quantization: str | None, has_bias: bool, num_experts: int, is_on_gpu: bool) -> list[str]:
