@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wisp_core.model import tiny_tokenizer
+from wisp_core.tiny_model import tiny_tokenizer
 
 _TOPICS, _WORDS_PER_TOPIC = 8, 192  # of the tokenizer that stands in for the model's own
 TOKENIZER_VOCAB_SIZE = tiny_tokenizer.vocab_size(_TOPICS, _WORDS_PER_TOPIC)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from services.environment import engine_environment, set_in_this_process
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
-from wisp_core.model.tiny_tokenizer import first_word_id
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny_tokenizer import first_word_id
 
 Row = dict[str, Any]
 

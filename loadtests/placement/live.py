@@ -21,7 +21,7 @@ from services.config import RouterName, ServiceConfig
 from services.demo.connected import first_snapshots, tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import ReplicaSnapshot
-from wisp_core.model.tiny import write_tiny_model
+from wisp_core.tiny_model.tiny import write_tiny_model
 
 Row = dict[str, Any]
 

@@ -24,7 +24,7 @@ from services.ingress.sessions import SESSION_HEADER
 from services.preflight import checked_start
 from services.replica.deployment import wisp_settings
 from services.secret_files import read_or_create
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 Row = dict[str, Any]
 Call = Callable[[], Awaitable[Any]]

@@ -16,9 +16,9 @@ import numpy as np
 
 from services.environment import engine_environment, set_in_this_process
 from wisp_core.contracts import Signature
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
-from wisp_core.model.tiny_tokenizer import first_word_id
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny_tokenizer import first_word_id
 from wisp_core.working_set.predictor import Evidence, predict, prefill_worth, safe_cap
 from wisp_core.working_set.signature import UseRates, merge, use_rates
 

@@ -24,8 +24,8 @@ from loadtests.bench.online.figures import quantile
 from loadtests.report import Row
 from loadtests.service.running import RunningService, service_file, temporary_service, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
-from wisp_core.model.tiny import TinyModelConfig
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny import TinyModelConfig
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 MODEL = "tiny"
 CONDITIONS = ("alone", "flood", "thrash", "ample")

@@ -12,7 +12,7 @@ import httpx
 
 from loadtests.service.running import RunningService
 from loadtests.service.stream_client import StreamedTurn, stream_chat
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 TENANT = "acme"
 RESEND_PAUSE_S = 0.5

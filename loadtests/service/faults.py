@@ -24,7 +24,7 @@ from loadtests.service.running import SMALL_MODEL, RunningService, service_file,
 from loadtests.service.stream_client import StreamedTurn
 from loadtests.service.upgrades import UPGRADES, upgrade
 from wisp_core.errors import EngineUnavailableError
-from wisp_core.model.tiny import write_tiny_model
+from wisp_core.tiny_model.tiny import write_tiny_model
 
 MODEL = "tiny"
 KINDS = {

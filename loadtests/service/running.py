@@ -21,7 +21,7 @@ import psutil
 import yaml
 
 from services.free_port import free_port
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 START_TIMEOUT_S = 240.0
 SMALL_MODEL = TinyModelConfig(layers=2, experts=16, moe_intermediate=128)

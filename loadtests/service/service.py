@@ -17,7 +17,7 @@ from services.cli.load import refuse_without_locust
 from services.config import ServiceConfig
 from services.environment import replica_environment, set_in_this_process
 from wisp_core.errors import ConfigurationError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 _FACTS = "import json; from loadtests.bench.child.hardware import facts; print(json.dumps(facts()))"
 

@@ -155,7 +155,7 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
 ) -> None:
     """Write a small MoE checkpoint with random weights and planted topics."""
-    from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+    from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
     config = TinyModelConfig(
         arch=arch,

@@ -29,8 +29,8 @@ from services.preflight import checked_start, own_state_dir
 from services.start_progress import progress_to
 from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import WispError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.store.interface import Store
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 CONFIG_FILE = Path(__file__).parents[2] / "infra" / "serve" / "demo.yaml"
 NUM_SAMPLES = 24

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 Message = dict[str, Any]
 

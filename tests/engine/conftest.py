@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: seconds instead of half a minute per engine

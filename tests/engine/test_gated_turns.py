@@ -9,9 +9,9 @@ import pytest
 from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, ENGINE_ARGS, sampling
 
 from wisp_core.engine.offline import OfflineEngine
-from wisp_core.model.tiny import TinyModelConfig
-from wisp_core.model.tiny_tokenizer import first_word_id
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig
+from wisp_core.tiny_model.tiny_tokenizer import first_word_id
 
 TINY = TinyModelConfig()
 TOPICS, TOKENS = 4, 24

@@ -11,10 +11,10 @@ from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, ENGINE_ARGS
 
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.errors import ConfigurationError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.planner.estimate import EngineChoice, memory_layout
 from wisp_core.planner.model_shape import ModelShape, read_shape
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 CHOICE = EngineChoice(
     max_model_len=ENGINE_ARGS["max_model_len"],

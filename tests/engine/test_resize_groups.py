@@ -10,8 +10,8 @@ from engine_fixtures import ENGINE_ARGS, MIB, PROMPTS, SAMPLING, answers, full_s
 from wisp_core.contracts import Outcome
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.memory import smaps
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 
 def test_a_block_of_two_and_a_half_pages_moves_with_its_neighbour(tmp_path: Path) -> None:

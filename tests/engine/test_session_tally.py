@@ -13,9 +13,9 @@ from wisp_core.contracts import Signature
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.session_tally import SessionTally, prefixes
 from wisp_core.engine.step_rows import DecodeRow, PrefillRows
-from wisp_core.model.tiny import TinyModelConfig
-from wisp_core.model.tiny_tokenizer import first_word_id
 from wisp_core.settings import WispSettings
+from wisp_core.tiny_model.tiny import TinyModelConfig
+from wisp_core.tiny_model.tiny_tokenizer import first_word_id
 from wisp_core.working_set.signature import UseRates, unpack, use_rates
 
 TINY = TinyModelConfig()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ruined_checkpoint import ruin_experts
 
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -12,7 +12,7 @@ import openai
 import psutil
 
 from loadtests.service.running import RunningService
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 MODEL = "tiny-test"
 MAX_MODEL_LEN = 1024

@@ -19,7 +19,7 @@ import pytest
 from live_service import MODEL, LiveService, pause, resume
 
 from loadtests.service.upgrades import upgrade
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 NUM_SESSIONS = 6
 OUTAGE_S = 20.0

@@ -19,7 +19,7 @@ from live_service import MODEL, LiveService
 from loadtests.service import malformed
 from loadtests.service.malformed import send_all
 from loadtests.service.streams import StreamsConfig, hold
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 SECRET_WORDS = " ".join(reversed(topic_words(3)[:70]))
 """A prompt that no other test of the service begins like."""

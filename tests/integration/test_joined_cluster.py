@@ -20,7 +20,7 @@ from conftest import ValkeyProcess, die_with_parent, find_free_port
 from live_service import MODEL, service_config
 
 from loadtests.service.running import RunningService
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 WORKER_HOST = "127.0.0.2"
 """Another address of this machine, which Ray takes for another machine."""

@@ -10,7 +10,7 @@ import openai
 import pytest
 from live_service import MAX_MODEL_LEN, MODEL, LiveService
 
-from wisp_core.model.tiny_tokenizer import topic_words
+from wisp_core.tiny_model.tiny_tokenizer import topic_words
 
 USER = [{"role": "user", "content": " " + " ".join(topic_words(0)[:20])}]
 TOOL = {

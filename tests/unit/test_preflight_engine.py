@@ -11,8 +11,8 @@ import pytest
 from services.config import ModelSettings, ReplicaSettings
 from services.preflight_engine import argument_types, check_engine
 from wisp_core.errors import ConfigurationError
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.planner.model_shape import ModelShape, read_shape
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 MB = 1 << 20
 KV_TOKENS = 512

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wisp_core.errors import ConfigurationError
-from wisp_core.model import tiny_tokenizer
-from wisp_core.model.tiny import TinyModelConfig, write_tiny_model
+from wisp_core.tiny_model import tiny_tokenizer
+from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 CONFIG = TinyModelConfig(layers=3, moe_intermediate=64, words_per_topic=64, dtype="float32")
 

@@ -23,8 +23,8 @@ from services.app import Service
 from services.demo.connected import tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import Barrier, Outcome, ReplicaSnapshot, ResizeOutcome, Split, SplitPlan
-from wisp_core.model.tiny import write_tiny_model
 from wisp_core.store.interface import Store
+from wisp_core.tiny_model.tiny import write_tiny_model
 
 _POLL_S = 0.02
 _OUTCOME_TIMEOUT_S = 60.0

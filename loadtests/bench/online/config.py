@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.config import ServiceConfig
 from services.free_port import free_port
-from wisp_core.model.tiny import TinyModelConfig
+from wisp_core.tiny_model.tiny import TinyModelConfig
 
 MODEL = TinyModelConfig(experts=64, top_k=4, moe_intermediate=128, kv_heads=1)
 SERVED_NAME = "tiny-moe"

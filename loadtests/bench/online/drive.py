@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAIError
 from loadtests.bench.online.figures import TurnFigures
 from loadtests.traces import Trace, TraceTurn
 from services.ingress.sessions import SESSION_HEADER
-from wisp_core.model.tiny import TinyModelConfig
+from wisp_core.tiny_model.tiny import TinyModelConfig
 
 
 @dataclass

@@ -22,11 +22,11 @@ from services.demo.connected import first_snapshots, tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import WispError
-from wisp_core.model.tiny import write_tiny_model
 from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.store.interface import Store
 from wisp_core.store.keys import TURN_LOG_LENGTH
 from wisp_core.tenant_contracts import TurnRecord
+from wisp_core.tiny_model.tiny import write_tiny_model
 
 _LOG_LENGTH = 200
 _SAMPLE_S = 5.0

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from wisp_core.errors import ConfigurationError
-from wisp_core.model import tiny_tokenizer
-from wisp_core.model.tiny_weights import Array, TinyWeights
+from wisp_core.tiny_model import tiny_tokenizer
+from wisp_core.tiny_model.tiny_weights import Array, TinyWeights
 
 CLASSES = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _HAS_QK_NORM = {"qwen3_moe": True, "mixtral": False, "olmoe": True}

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from wisp_core.model import tiny_tokenizer
+from wisp_core.tiny_model import tiny_tokenizer
 
 if TYPE_CHECKING:
-    from wisp_core.model.tiny import TinyModelConfig
+    from wisp_core.tiny_model.tiny import TinyModelConfig
 
 Array = NDArray[np.float32]
 
