@@ -1,4 +1,4 @@
-"""Parts of the simulator against plain references: expert curves, the prefix cache, stack distances."""
+"""Parts of the simulator against plain references: expert curves, the prefix cache."""
 
 from collections import OrderedDict
 
@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator_engines import make_engine
 
+from wisp_core.contracts import Split
+from wisp_core.simulator.cluster import Cluster
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
-from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
+from wisp_core.simulator.prefix_cache import PrefixCache
+from wisp_core.simulator.replica import Job, Replica
 from wisp_core.working_set.miss_curve import misses_by_cap
 
 MODEL = RoutingModel(layers=4, experts=32, top_k=4)
@@ -126,18 +130,6 @@ def test_whole_sessions_are_evicted_as_single_blocks_would_be(actions: list[tupl
         assert (cache.running_blocks, cache.cached_blocks) == (reference.running, len(reference.cached))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 50)), max_size=200))
-def test_stack_distances_equal_a_plain_list(uses: list[tuple[int, int]]) -> None:
-    stack, order = WeightedStack(num_slots=8), OrderedDict[int, int]()
-    for session, blocks in uses:
-        later = list(order)[list(order).index(session) + 1 :] if session in order else None
-        assert stack.blocks_since(session) == (None if later is None else sum(order[other] for other in later))
-        order.pop(session, None)
-        order[session] = blocks
-        stack.touch(session, blocks)
-
-
 def test_no_prefix_is_found_that_was_not_there() -> None:
     cache = PrefixCache(10)
     assert cache.admit(1, 3) == 0
@@ -146,3 +138,34 @@ def test_no_prefix_is_found_that_was_not_there() -> None:
     assert cache.admit(1, 6) == 4
     with pytest.raises(StopIteration):
         cache.admit(2, 5)  # the caller asks can_admit first
+
+
+def test_routers_see_an_idle_replica_become_idle() -> None:
+    replicas = [idle_replica() for _ in range(2)]
+    cluster = Cluster(replicas, routing=None, num_topics=1, refresh_s=0.25)
+    cluster.fleet()
+    job, wake_s = Job(0, 0, 0, 64, 0, 10, 5, 5), 0.0
+    cluster.begin_turn(0, job)
+    wakes = replicas[0].arrive(job, 0.0)
+    while wakes is not None:
+        wake_s, wakes = wakes, replicas[0].wake(wakes)
+    cluster.end_turn(0, job, wake_s)
+    for now_s in (wake_s + 0.3, wake_s + 30.0):
+        cluster.now_s = now_s
+        seen = cluster.fleet().column("mean_turns").tolist()
+        assert seen == pytest.approx([replica.recent_turns(now_s) for replica in replicas], rel=1e-4)
+    replicas[1].resize(Split(cap=3, kv_blocks=103), now_s)
+    cluster.note_resized(1)
+    cluster.now_s += 0.3
+    assert cluster.fleet().column("cap").tolist() == [4, 3]
+
+
+def idle_replica() -> Replica:
+    return Replica(
+        make_engine(),
+        Split(cap=4, kv_blocks=103),
+        on_first_token=lambda turn, now_s: None,
+        on_end=lambda turn, now_s: None,
+        measures_reuse=False,
+        window_s=10.0,
+    )

@@ -119,6 +119,17 @@ class Fleet:
         self._set_copies(at)
         self._load = None
 
+    def age(self, now_s: float, keep: float) -> None:
+        """Time passes at replicas of which there is nothing new: their mean turns go towards those that are there.
+
+        ``keep`` is what of the mean is left; of what was placed, it has taken up the rest.
+        """
+        self.column("placed")[:] *= keep
+        mean_turns = self.column("mean_turns")
+        mean_turns[:] = keep * mean_turns + (1.0 - keep) * self.column("turns")
+        self.column("at_s")[:] = now_s
+        self._load = None
+
     def set_rates(self, replica_id: str, rates: UseRates | None) -> None:
         """Take over the mean use rates [L, E] of what runs on a replica; None: nothing has run there."""
         at = self._add(replica_id)

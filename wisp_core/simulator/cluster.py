@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +71,10 @@ class Cluster:
         self._change(replica, job, -1)
         self.mean_turn_s += 0.05 * (duration_s - self.mean_turn_s)
 
+    def note_resized(self, replica: int) -> None:
+        """Its split is another one."""
+        self._stale.add(replica)
+
     def note_home(self, before: int | None, now: int) -> None:
         """A session was placed."""
         if self._fleet is not None and before != now:
@@ -95,13 +100,15 @@ class Cluster:
             self._fleet.add_turns(replica_name(replica), change)
 
     def _refresh(self, fleet: Fleet) -> None:
-        """Replicas where nothing happened stay as they are, but their figures are as new as the others'."""
+        """Figures of replicas where something happened; the others only age."""
+        since_s = self.now_s - self._refreshed_s
+        if math.isfinite(since_s):
+            fleet.age(self.now_s, math.exp(-since_s / self._replicas[0].window_s))
         for number in self._stale:
             name, turns = replica_name(number), self._topic_turns[number]
             fleet.update(name, self._figures(number), self._turns[number])
             if self._rates is not None and turns.sum() > 0:
                 fleet.set_rates(name, np.tensordot(turns / turns.sum(), self._rates, axes=1).astype(np.float32))
-        fleet.column("at_s")[:] = self.now_s
         self._refreshed_s = self.now_s
         self._stale.clear()
 

@@ -51,7 +51,6 @@ class Observer:
         self._span_s = 0.0
         self._mix: dict[tuple[int, int], float] = {}
         self._comebacks: dict[int, float] = {}
-        self._demand_seconds: dict[int, float] = {}
         curves, layers, most = replica.model.curves, replica.model.layout.num_layers, replica.model.layout.max_num_seqs
         self._union = (0.0, *(distinct / layers for distinct in curves.distinct_by_batch(most)))
 
@@ -179,7 +178,7 @@ class Observer:
             prompt_passes_per_s=prompt_passes,
             turns_per_s=turns,
             output_tokens_per_s=output_tokens,
-            demand=self._demand_bins(last.at_s - self._samples[-2].at_s),
+            demand=tuple(DemandBin(blocks=blocks, share=share) for blocks, share in replica.demand.bins()),
             reuse=self._reuse_bins(asked[NUM_AMOUNTS:]),
             return_share=replica.returns.share(now_s),
         )
@@ -199,20 +198,6 @@ class Observer:
             pass_s=pass_s,
             prompt_token_s=prompt_token_s,
             num_samples=round(totals.decode_steps),
-        )
-
-    def _demand_bins(self, since_s: float) -> tuple[DemandBin, ...]:
-        """Shares of the time by blocks needed in full, the last window weighing most."""
-        decay = 0.5 ** (since_s / self._window_s)
-        seconds = {place: weight * decay for place, weight in self._demand_seconds.items() if weight * decay > 1e-3}
-        for place, new_s in self._replica.demand_seconds.items():
-            if new_s > 0:
-                seconds[place] = seconds.get(place, 0.0) + new_s
-        self._replica.demand_seconds.clear()
-        self._demand_seconds = seconds
-        total = sum(seconds.values())
-        return tuple(
-            DemandBin(blocks=round(2 ** (place / 8)), share=weight / total) for place, weight in sorted(seconds.items())
         )
 
     def _reuse_bins(self, rates: npt.NDArray[np.float64]) -> tuple[ReuseBin, ...]:

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import Split
+from wisp_core.demand.meter import TimeShares
 from wisp_core.demand.returns import Returns
-from wisp_core.demand.reuse import block_edges
+from wisp_core.demand.reuse import StackDistances, block_edges, passes_of
 from wisp_core.demand.turn_window import TurnWindow
 from wisp_core.memory.resize_plan import Move, Refusal, plan_moves
 from wisp_core.simulator.engine_model import EngineModel
-from wisp_core.simulator.prefix_cache import PrefixCache, WeightedStack
+from wisp_core.simulator.prefix_cache import PrefixCache
 from wisp_core.simulator.totals import Totals
 
 _EPSILON = 1e-6  # of a step
@@ -93,10 +94,10 @@ class Replica:
         self.waiting_blocks = 0
         self.admitted_blocks = 0  # at full length
         self.peak_demand_blocks = 0
-        self.demand_seconds: dict[int, float] = {}  # by range of blocks needed in full
         self.topics: Counter[int] = Counter()  # of decoding turns
-        self.stack: WeightedStack | None = WeightedStack() if measures_reuse else None
+        self.stack: StackDistances | None = StackDistances() if measures_reuse else None
         self.edges = block_edges(4 * model.layout.max_kv_blocks)
+        self.demand = TimeShares(self.edges, window_s)  # of blocks needed in full
         self.asked = TurnWindow(NUM_AMOUNTS + 3 * len(self.edges), window_s)
         self.returns = Returns()
         self.totals = Totals()
@@ -217,10 +218,9 @@ class Replica:
         """Charge the time since the last call to the turns that were there."""
         self._recent_turns = self.recent_turns(now_s)
         self.totals.observe_turns(now_s, self.num_turns)
-        blocks = self.demand_blocks
-        if blocks:
-            place = demand_range(blocks)
-            self.demand_seconds[place] = self.demand_seconds.get(place, 0.0) + now_s - self._demand_since_s
+        if self.stack is not None:
+            self.demand.observe(self._demand_since_s, self.demand_blocks)
+            self.demand.advance(now_s)
         self._demand_since_s = now_s
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class Replica:
         return has_admitted
 
     def _passes(self, tokens: int) -> int:
-        return -(-tokens // self.model.pass_tokens)
+        return passes_of(tokens, self.model.pass_tokens)
 
     def _note_reuse(self, job: Job) -> None:
         """An admitted turn: its distances of reuse are final."""
@@ -366,7 +366,7 @@ class Replica:
         block_tokens = self.model.layout.block_tokens
         saved = np.zeros((len(self.edges), 3))
         blocks = min(job.prefix_tokens, job.prompt_tokens - 1) // block_tokens
-        others = self.stack.blocks_since(job.session) if blocks else None
+        others = self.stack.since(job.session) if blocks else None
         if others is not None:
             tokens = blocks * block_tokens
             passes = self._passes(job.prompt_tokens) - self._passes(job.prompt_tokens - tokens)
@@ -380,10 +380,5 @@ class Replica:
         """Blocks of running turns that began before what ``others`` blocks were used after."""
         assert self.stack is not None
         running = [entry.job for entry in self.prefilling] + [job for _, _, job in self._decoding]
-        since = [(job, self.stack.blocks_since(job.session)) for job in running]
+        since = [(job, self.stack.since(job.session)) for job in running]
         return sum(job.blocks for job, blocks in since if blocks is not None and blocks > others)
-
-
-def demand_range(blocks: int) -> int:
-    """Number of the range that ``blocks`` (1 or more) falls into; eight to an octave."""
-    return math.ceil(8 * math.log2(blocks) - _EPSILON)

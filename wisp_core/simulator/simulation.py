@@ -289,6 +289,7 @@ class _Run:
         if moved is None:
             policies.deferred += 1
             return
+        self._cluster.note_resized(number)
         moved_bytes, wake_s = moved
         policies.resizes.append(Resize(self._now_s, number, before, replica.split, moved_bytes))
         self._wake_at(number, wake_s)
