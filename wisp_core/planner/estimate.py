@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wisp_core.contracts import MemoryLayout
+from wisp_core.contracts import MemoryLayout, blocks_of
 from wisp_core.errors import ConfigurationError
 from wisp_core.memory.balloon import group_blocks_of
 from wisp_core.memory.layout import experts_bytes_by_cap, kv_groups_beside
@@ -88,7 +88,7 @@ def memory_layout(shape: ModelShape, choice: EngineChoice, *, pooled_bytes: int,
     range_blocks = group_blocks_of([per_layer, block_bytes], page_bytes)
     groups = kv_groups_beside(experts[min_cap], pooled_bytes=pooled_bytes, group_bytes=range_blocks * block_bytes)
     num_blocks = groups * range_blocks
-    needed = -(-choice.max_model_len // choice.block_size) + 1
+    needed = blocks_of(choice.max_model_len, choice.block_size) + 1
     if num_blocks < needed:
         needed_bytes = experts[min_cap] + -(-needed // range_blocks) * range_blocks * block_bytes
         raise ConfigurationError(

@@ -305,7 +305,7 @@ def _what_would_fit(
     """The numbers, and the settings that would fit, one at a time."""
     shape, page_bytes = request.shape, request.card.page_bytes
     large = memory_layout(shape, choice, pooled_bytes=1 << 50, page_bytes=page_bytes)
-    blocks = max(floor_blocks or 0, -(-request.max_model_len // choice.block_size))
+    blocks = max(floor_blocks or 0, blocks_of(request.max_model_len, choice.block_size))
     experts_bytes, kv_bytes = large.experts_bytes_by_cap[large.min_cap], large.kv_bytes(blocks)
     needed = outside + experts_bytes + kv_bytes
     room_bytes = request.budget_bytes - outside - experts_bytes
