@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ def pass_on(app: typer.Typer, name: str, package: str, help_text: str) -> None:
     def run(context: typer.Context) -> None:
         command = [sys.executable, "-m", package, *(context.args or ["--help"])]
         environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)
+        # In this process's place, so that a signal reaches whoever has something to stop.
+        os.execve(sys.executable, command, environment)
 
     app.command(name, help=help_text, context_settings=_PASS_ON)(run)
