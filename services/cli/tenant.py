@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.tenant_contracts import TenantLimits
 
 app = typer.Typer(no_args_is_help=True, help="Tenants of a running service. Changes take effect within two seconds.")
 
@@ -26,6 +27,7 @@ KvShare = Annotated[float | None, typer.Option(help="Largest part of a replica's
 
 @app.command()
 def add(
+    context: typer.Context,
     name: Name,
     requests_per_minute: Requests = None,
     tokens_per_minute: Tokens = None,
@@ -35,14 +37,7 @@ def add(
     state_dir: StateDir = Path(".wisp"),
 ) -> None:
     """Add a tenant and print its key, once."""
-    limits = _given(
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        max_concurrent_turns=max_concurrent_turns,
-        weight=weight,
-        kv_share=kv_share,
-    )
-    typer.echo(_call(state_dir, "POST", "", {"tenant_id": name, **limits})["key"])
+    typer.echo(_call(state_dir, "POST", "", {"tenant_id": name, **_limits(context)})["key"])
 
 
 @app.command(name="list")
@@ -81,6 +76,7 @@ def rotate(
 
 @app.command()
 def limit(
+    context: typer.Context,
     name: Name,
     requests_per_minute: Requests = None,
     tokens_per_minute: Tokens = None,
@@ -90,13 +86,7 @@ def limit(
     state_dir: StateDir = Path(".wisp"),
 ) -> None:
     """Set limits; what is left out stays. For a tenant of the service's file: until the service starts again."""
-    limits = _given(
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        max_concurrent_turns=max_concurrent_turns,
-        weight=weight,
-        kv_share=kv_share,
-    )
+    limits = _limits(context)
     if not limits:
         raise ConfigurationError("give at least one limit, such as --weight 2")
     _call(state_dir, "PATCH", f"/{quote(name, safe='')}", limits)
@@ -108,8 +98,10 @@ def rm(name: Name, state_dir: StateDir = Path(".wisp")) -> None:
     _call(state_dir, "DELETE", f"/{quote(name, safe='')}")
 
 
-def _given(**limits: float | None) -> dict[str, Any]:
-    return {name: value for name, value in limits.items() if value is not None}
+def _limits(context: typer.Context) -> dict[str, Any]:
+    """Those that the command line gives."""
+    given = {name: value for name, value in context.params.items() if value is not None}
+    return {name: given[name] for name in TenantLimits.model_fields if name in given}
 
 
 def _call(state_dir: Path, method: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:

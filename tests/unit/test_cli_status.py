@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from services.cli import tenant
 from services.cli.status import print_status
 from services.cli.tenant import print_tenants
+from wisp_core.errors import ConfigurationError
 
 SESSION = {
     "session_key": "initech/user-0/burst-0-1",
@@ -93,7 +98,7 @@ def test_a_decision_says_what_changed_how_it_ended_and_why() -> None:
 
 def test_a_tenant_is_readable() -> None:
     out = io.StringIO()
-    tenant = {
+    shown = {
         "tenant_id": "initech",
         "is_from_file": False,
         "keys": ["0a1b2c3d", "4e5f6071"],
@@ -105,9 +110,27 @@ def test_a_tenant_is_readable() -> None:
         "kv_share": 0.5,
         "usage": {"turns": 1234, "failed_turns": 1, "prompt_tokens": 5_000_000, "completion_tokens": 600_000},
     }
-    print_tenants([tenant], Console(file=out, width=80))
+    print_tenants([shown], Console(file=out, width=80))
     assert [line.rstrip() for line in out.getvalue().splitlines()] == [
         "initech  from the admin API, shared; keys 0a1b2c3d 4e5f6071",
         "  600 requests/min, 200000 tokens/min, 16 turns at once; weight 2, KV share 0.5",
         "  1234 turns done, 1 of them failed; 5600000 tokens used",
+    ]
+
+
+def test_only_the_limits_that_are_given_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[tuple[Any, ...]]()
+
+    def call(_: Path, *request: Any) -> dict[str, str]:
+        sent.append(request)
+        return {"key": "sk-new"}
+
+    monkeypatch.setattr(tenant, "_call", call)
+    added = CliRunner().invoke(tenant.app, ["add", "umbrella", "--weight", "2"])
+    assert (added.exit_code, added.stdout) == (0, "sk-new\n")
+    assert CliRunner().invoke(tenant.app, ["limit", "umbrella", "--kv-share", "0.5"]).exit_code == 0
+    assert isinstance(CliRunner().invoke(tenant.app, ["limit", "umbrella"]).exception, ConfigurationError)
+    assert sent == [
+        ("POST", "", {"tenant_id": "umbrella", "weight": 2.0}),
+        ("PATCH", "/umbrella", {"kv_share": 0.5}),
     ]

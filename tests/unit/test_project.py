@@ -8,6 +8,7 @@ from importlib.metadata import distributions, entry_points
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -94,4 +95,8 @@ def test_the_lines_of_readme_supply_the_metadata_that_vllm_serve_asks_for(tmp_pa
 def test_the_tenant_commands_of_readme_reach_the_service_that_it_starts() -> None:
     commands = re.findall(r"^wisp tenant .*$", README, re.MULTILINE)
     assert len(commands) == 5
+    declared = {one["tenant_id"] for one in yaml.safe_load((ROOT / "infra/serve/demo.yaml").read_text())["tenants"]}
+    named = {command.split()[3] for command in commands if command.split()[2] != "list"}
+    assert len(named) == 1
+    assert not named & declared, "what the file declares is neither added nor removed beside it"
     assert all("--state-dir .wisp/demo" in one for one in commands)

@@ -185,8 +185,9 @@ def test_a_service_that_stops_ends_its_upgrade_before_it_ends_ray(
     service._stops.callback(ray_ended.set)
     service._stops.callback(service._await_upgrade)
     service._stops.callback(threading.Timer(0.2, may_go_on.set).start)
+    on_hangup = signal.getsignal(signal.SIGHUP)
     upgrades = Upgrades(service, ServiceConfig.load)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, on_hangup)
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump(config(tmp_path, replica={"count": 3}).model_dump(mode="json", exclude_unset=True)))
     (tmp_path / "upgrade.json").write_text(json.dumps({"id": "1", "config": str(file)}))
