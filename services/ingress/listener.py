@@ -19,7 +19,7 @@ from wisp_core.errors import ConfigurationError
 BACKLOG = 2048
 """Connections that may wait for an ingress."""
 _TAKE_TIMEOUT_S = 10.0
-_DOOR = "socket"
+_HANDOFF = "socket"
 
 
 class Listener:
@@ -29,24 +29,24 @@ class Listener:
         """Nobody accepts yet. Raises ConfigurationError when nothing can listen there."""
         self.state_dir = state_dir
         self._socket = _listen(http)
-        self._door = socket.socket(socket.AF_UNIX)
+        self._handoff = socket.socket(socket.AF_UNIX)
         try:
-            door_directory(state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._remove_door()  # Of a service that was killed; state_dir has one at a time.
-            with _door_name(state_dir) as name:
-                self._door.bind(name)
+            handoff_directory(state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._remove_handoff()  # Of a service that was killed; state_dir has one at a time.
+            with _handoff_name(state_dir) as name:
+                self._handoff.bind(name)
         except OSError as error:
-            self._door.close()
+            self._handoff.close()
             self._socket.close()
             raise ConfigurationError(f"state_dir {state_dir}: {error}") from error
-        self._door.listen()
+        self._handoff.listen()
         self._thread = threading.Thread(target=self._hand_out, name="wisp-listener", daemon=True)
         self._thread.start()
 
     def _hand_out(self) -> None:
         while True:
             try:
-                asker, _ = self._door.accept()
+                asker, _ = self._handoff.accept()
             except OSError:  # Closed.
                 return
             with asker, contextlib.suppress(OSError):
@@ -54,40 +54,40 @@ class Listener:
 
     def close(self) -> None:
         """Hand out no more; the port is free once no ingress has it."""
-        self._remove_door()
-        self._door.shutdown(socket.SHUT_RDWR)
+        self._remove_handoff()
+        self._handoff.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._door.close()
+        self._handoff.close()
         self._socket.close()
 
-    def _remove_door(self) -> None:
+    def _remove_handoff(self) -> None:
         with contextlib.suppress(OSError):
-            (door_directory(self.state_dir) / _DOOR).unlink()
+            (handoff_directory(self.state_dir) / _HANDOFF).unlink()
 
 
 def take_listener(state_dir: Path) -> socket.socket:
     """The listening socket that the `Listener` of this ``state_dir`` holds. Raises OSError when there is none."""
-    with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(_TAKE_TIMEOUT_S)
-        with _door_name(state_dir) as name:
-            door.connect(name)
-        _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
+    with socket.socket(socket.AF_UNIX) as handoff:
+        handoff.settimeout(_TAKE_TIMEOUT_S)
+        with _handoff_name(state_dir) as name:
+            handoff.connect(name)
+        _, descriptors, _, _ = socket.recv_fds(handoff, 1, 1)
     if not descriptors:
         raise ConnectionError(f"{state_dir}: the public port is closed")
     return socket.socket(fileno=descriptors[0])
 
 
-def door_directory(state_dir: Path) -> Path:
-    """Where the door is: only the owner gets there, since who has the socket gets the service's clients."""
+def handoff_directory(state_dir: Path) -> Path:
+    """Where the socket is handed over: only the owner gets there, since who has it gets the service's clients."""
     return state_dir / "port"
 
 
 @contextlib.contextmanager
-def _door_name(state_dir: Path) -> Iterator[str]:
-    """A name of the door that is short: a socket's may have 107 bytes, whatever the directory's is."""
-    descriptor = os.open(door_directory(state_dir), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def _handoff_name(state_dir: Path) -> Iterator[str]:
+    """A name of the hand-over socket that is short: one's may have 107 bytes, whatever the directory's is."""
+    descriptor = os.open(handoff_directory(state_dir), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}/{_DOOR}"
+        yield f"/proc/self/fd/{descriptor}/{_HANDOFF}"
     finally:
         os.close(descriptor)
 

@@ -376,7 +376,7 @@ def test_a_long_directory_is_no_obstacle(tmp_path: Path) -> None:
     listener = Listener(HttpSettings(port=free_port()), state_dir)
     take_listener(state_dir).close()
     listener.close()
-    # A service that was killed leaves its door behind.
+    # A service that was killed leaves its socket behind.
     again = Listener(HttpSettings(port=free_port()), state_dir)
     take_listener(state_dir).close()
     again.close()

@@ -12,7 +12,7 @@ from services import app
 from services.app import Service
 from services.config import HttpSettings, ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.free_port import free_port
-from services.ingress.listener import door_directory
+from services.ingress.listener import handoff_directory
 from services.service_file import read_service_file
 from wisp_core.errors import ConfigurationError
 
@@ -51,7 +51,7 @@ def assert_nothing_is_left(service: Service) -> None:
     port, state_dir = service.config.http.port, service.config.state_dir
     assert not [one for one in psutil.Process().children(recursive=True) if "valkey" in " ".join(one.cmdline())]
     assert not (state_dir / "valkey" / "valkey.pid").exists()
-    assert list(door_directory(state_dir).iterdir()) == []
+    assert list(handoff_directory(state_dir).iterdir()) == []
     socket.create_server(("127.0.0.1", port)).close()
     with pytest.raises(ConfigurationError, match="no service runs"):
         read_service_file(state_dir)
