@@ -1,9 +1,8 @@
 """Recordings of a real service against their replay in the simulator: calibrated on one, judged on others.
 
-Only costs, and what the sessions of a topic use, come from the recording that is fitted. Of a judged one the simulator
-gets the workload (lengths, pauses, topics) and the split of the start; where turns run, and how the split moves, is for
-the product's own router and policy to decide. A recording without working sets is followed instead: turns run where
-they ran.
+Costs come from the recording that is fitted. Of a judged one the simulator gets the workload (lengths, pauses, topics
+and, where its sessions' are kept, what a topic uses) and the split of the start; where turns run, and how the split
+moves, is for the product's own router and policy to decide. Where no working sets are known, turns run where they ran.
 
 Small changes of when turns come change who shares a replica, in the service as here. So a replay is the mean of a few
 runs, whose pauses are drawn within a percent of the recorded ones.
@@ -22,9 +21,10 @@ import numpy as np
 
 from policies.damping import Damped, Damping
 from policies.registry import load_policy
+from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.calibration import calibrated_engine, compare, replay, starting_split
 from wisp_core.simulator.engine_model import EngineModel
-from wisp_core.simulator.recording import read_recording
+from wisp_core.simulator.recording import Recording, read_recording
 from wisp_core.simulator.routers import ScoredRouter
 from wisp_core.simulator.simulation import SimulationSettings
 from wisp_core.simulator.topic_curves import TopicCurves
@@ -56,11 +56,11 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
     engine = calibrated_engine(fitted, pass_tokens=config.pass_tokens, policy=_moving("static"), settings=settings)
     for name, policy in ((config.fit, "static"), *config.judged):
         recording = read_recording(directory / name)
-        split = starting_split(recording)
+        split, judged = starting_split(recording), _with_working_sets(engine, recording)
         runs = []
         for trace in _jittered(recording.trace, config):
-            placing = _placing(engine)
-            result = replay(trace, engine, split=split, policy=_moving(policy), settings=settings, **placing)
+            placing = _placing(judged)
+            result = replay(trace, judged, split=split, policy=_moving(policy), settings=settings, **placing)
             runs.append(compare(recording.trace, result))
         figures = {name: fmean(getattr(run, name) for run in runs) for name in _FIGURES}
         simulated = [run.simulated_turn_s for run in runs]
@@ -75,6 +75,18 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
             "simulated_turn_sd_s": stdev(simulated) if len(simulated) > 1 else 0.0,
             "off_by": figures["simulated_turn_s"] / figures["measured_turn_s"] - 1,
         }
+
+
+def _with_working_sets(engine: EngineModel, recording: Recording) -> EngineModel:
+    """``engine`` with what this recording's topics use. Raises ConfigurationError where nobody knows."""
+    if not isinstance(engine.curves, TopicCurves):
+        return engine
+    rates = recording.topic_rates()
+    if rates is not None:
+        return replace(engine, curves=TopicCurves(rates, engine.curves.ratio_by_cap))
+    if recording.trace.num_topics > len(engine.curves.rates):
+        raise ConfigurationError(f"{recording.trace.source}: no working sets were recorded, and its topics are others")
+    return engine
 
 
 def _placing(engine: EngineModel) -> dict[str, Any]:

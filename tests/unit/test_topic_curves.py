@@ -1,13 +1,18 @@
 """Misses by who decodes: the curves themselves, what a recording tells of them, and what routers may know."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 from simulator_engines import make_engine, make_trace, make_turn
 
+from loadtests.simulate.replay import ReplayConfig, replays, summarize
 from wisp_core.contracts import Decision, ReplicaSnapshot, Signature, Split
+from wisp_core.errors import ConfigurationError
 from wisp_core.routing.views import RoutingRequest
 from wisp_core.simulator.calibration import calibrated_engine
-from wisp_core.simulator.recording import Recording
+from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.simulator.routers import ClusterView
 from wisp_core.simulator.simulation import SimulationSettings, simulate
 from wisp_core.simulator.topic_curves import TopicCurves
@@ -145,3 +150,20 @@ def test_slots_that_start_empty_are_filled_once_and_help_no_pass_before() -> Non
     # A copy takes a second: the first pass copies 16 experts instead of 8, and 2 layers of 4 slots are filled.
     assert cold.ttft_s - warm.ttft_s == pytest.approx([8.0, 0.0])
     assert later == pytest.approx([16.0, 16.0])
+
+
+def test_a_replay_places_turns_itself_and_knows_the_judged_work_s_topics(tmp_path: Path) -> None:
+    fitted = recorded((0, 0, 0, 0, 1, 1, 1, 1))
+    other = fitted.trace.turns.copy()
+    other["topic"] += 1
+    strange = dataclasses.replace(fitted, trace=Trace(other, source="strange"))
+    unknown = dataclasses.replace(strange, signatures=())
+    for name, recording in (("fit", fitted), ("strange", strange), ("unknown", unknown)):
+        write_recording(tmp_path / f"{name}.jsonl", recording)
+    config = ReplayConfig(fit="fit.jsonl", judged=(("strange.jsonl", "static"),), pass_tokens=100, num_runs=3)
+    fit, judged = replays(config, tmp_path)
+    assert judged["simulated_turn_s"] == pytest.approx(fit["simulated_turn_s"], rel=0.02), "the same work, renumbered"
+    assert 0 < fit["simulated_turn_sd_s"] < 0.1 * fit["simulated_turn_s"]
+    assert summarize([fit, judged])["is_order_same"], "work of another name is not ordered"
+    with pytest.raises(ConfigurationError, match="no working sets"):
+        list(replays(dataclasses.replace(config, judged=(("unknown.jsonl", "static"),)), tmp_path))
