@@ -233,6 +233,7 @@ class Service:
             # The ingress listens by itself.
             serve.run(application, name=name, route_prefix=None, logging_config=LOGGING)
         except RuntimeError as error:
+            self._refuse_if_stopping()  # Asked without Ray, Serve would start one.
             # Serve says only which deployment failed; why is in its status.
             deployments = serve.status().applications[name].deployments
             reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()] or [str(error)]

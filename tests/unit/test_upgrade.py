@@ -182,6 +182,7 @@ def test_a_service_that_stops_ends_its_upgrade_before_it_ends_ray(
 
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
     monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "status", lambda: deployed.append("asked why"))
     service._stops.callback(ray_ended.set)
     service._stops.callback(service._await_upgrade)
     service._stops.callback(threading.Timer(0.2, may_go_on.set).start)
