@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from services.setting_errors import explain
 from wisp_core.contracts import Barrier
 from wisp_core.errors import ConfigurationError
+from wisp_core.settings import EngineSettings
 from wisp_core.tenant_contracts import Isolation, TenantId, TenantLimits
 
 
@@ -61,7 +62,7 @@ class AutoscalingSettings(Section):
     down_delay_s: float = Field(default=300.0, ge=0, description="How long fewer must be enough, seconds.")
 
 
-class ReplicaSettings(Section):
+class ReplicaSettings(Section, EngineSettings):
     """One replica: a paged vLLM engine on one low-VRAM device."""
 
     count: int = Field(default=2, ge=1, description="Replicas that tenants share.")
@@ -69,59 +70,13 @@ class ReplicaSettings(Section):
         default=None, description="More replicas while there is work for them; None: always ``count``."
     )
     vram_budget_bytes: int = Field(gt=0, description="Everything a replica may hold on its device, bytes.")
-    activation_bytes: int = Field(default=64 << 20, ge=0, description="Part of it set aside for activations, bytes.")
-    other_bytes: int | None = Field(
-        default=None,
-        gt=0,
-        description="Part of it outside the pools, dense weights included, bytes; from `wisp plan`. None: as measured.",
-    )
     initial_cap: int | None = Field(
         default=None, gt=0, description="Slots per layer at start; None: half of the pools."
     )
-    min_cap: int | None = Field(default=None, gt=0, description="Smallest cap; None: top-k.")
-    staging_bytes: int | None = Field(
-        default=None, gt=0, description="GPU only: part of the budget that long prompts stream experts through."
-    )
-    host_memory_bytes: int | None = Field(
-        default=None, gt=0, description="GPU only: most host memory that experts may lock; None: what is available."
-    )
-    host_store_dir: str | None = Field(
-        default=None,
-        description="Memory file system (/dev/shm) where a host's replicas keep one copy of the experts, which a "
-        "replica that restarts need not read again.",
-    )
-    kv_host_bytes: int = Field(
-        default=0,
-        ge=0,
-        description="Host memory for KV that leaves the device, bytes: a session that returns fetches its prefix "
-        "instead of computing it; 0: none.",
-    )
-    bypass_if_it_fits: bool = Field(
-        default=True, description="Page nothing when all experts fit the budget beside the KV cache."
-    )
-    declared_kv_tokens: int | None = Field(
-        default=None, gt=0, description="KV tokens that must fit beside all experts, or they are paged; None: longest."
-    )
-    prefetch: int = Field(
-        default=0, ge=0, le=64, description="GPU only: experts per layer and step fetched on a guess; 0: none."
-    )
     barrier: Barrier = Field(default=Barrier.BALLOON, description="When KV blocks may be taken.")
-    drain_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a drained barrier, seconds.")
-    emulated_link_bytes_per_s: float | None = Field(default=None, gt=0, description="CPU only: emulated link speed.")
-    co_schedule: bool = Field(
-        default=False,
-        description="Hold turns back whose experts do not fit the slots beside those of running turns: for as long as "
-        "eight turns usually take, 2 s at least and 30 s at most.",
-    )
     num_cpus: float = Field(default=1.0, ge=0, description="Ray CPUs per replica.")
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; 0 on CPU.")
     max_ongoing_turns: int = Field(default=64, gt=0, description="Turns a replica accepts at once, queue included.")
-    window_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="Span of the rates and of the KV demand that a policy sees, seconds: above usual think times, and "
-        "the time a policy needs to notice that the work has changed.",
-    )
     snapshot_period_s: float = Field(default=0.5, gt=0, description="How often snapshots go to Redis, seconds.")
     graceful_shutdown_timeout_s: float = Field(default=300.0, gt=0, description="Above the longest turn, seconds.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment of each replica's engine.")

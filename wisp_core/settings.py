@@ -9,20 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from wisp_core.errors import ConfigurationError
 
 
-class WispSettings(BaseModel):
-    """What the pager, the arena and the resizer of one engine need to know. JSON only, as vLLM passes it on."""
+class EngineSettings(BaseModel):
+    """What the pager, the arena and the resizer of an engine need to know, by the names that a service's file has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cap: int | None = Field(
-        default=None, gt=0, description="Expert slots per layer at start (C); None: as many as the budget allows."
-    )
-    vram_budget_bytes: int | None = Field(
-        default=None,
-        gt=0,
-        description="Everything this engine may hold on its device: dense weights, activations, experts, KV. "
-        "None: the cap alone decides, and KV stays as vLLM sizes it (plain `vllm serve`).",
-    )
     activation_bytes: int = Field(
         default=64 << 20,
         ge=0,
@@ -54,7 +45,10 @@ class WispSettings(BaseModel):
         description="CPU only: charge expert copies at this speed. None: copies cost what they cost.",
     )
     window_s: float = Field(
-        default=10.0, gt=0, description="Span of the rates, means and peaks that a snapshot reports, seconds."
+        default=10.0,
+        gt=0,
+        description="Span of the rates, means and peaks that a snapshot reports, seconds: above usual think times, and "
+        "the time a policy needs to notice that the work has changed.",
     )
     staging_bytes: int = Field(
         default=256 << 20,
@@ -96,6 +90,20 @@ class WispSettings(BaseModel):
         default=False,
         description="Hold turns back whose experts do not fit the slots beside those of running turns: for as long as "
         "eight turns usually take, 2 s at least and 30 s at most.",
+    )
+
+
+class WispSettings(EngineSettings):
+    """The ``wisp`` object. JSON only, as vLLM passes it on."""
+
+    cap: int | None = Field(
+        default=None, gt=0, description="Expert slots per layer at start (C); None: as many as the budget allows."
+    )
+    vram_budget_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Everything this engine may hold on its device: dense weights, activations, experts, KV. "
+        "None: the cap alone decides, and KV stays as vLLM sizes it (plain `vllm serve`).",
     )
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from services.replica.state import ReplicaState
 from services.replica.supervisor import Supervisor
 from services.store_address import StoreAddress
 from wisp_core.errors import EngineUnavailableError
-from wisp_core.settings import WispSettings
+from wisp_core.settings import EngineSettings, WispSettings
 
 logger = logging.getLogger(__name__)
 
@@ -161,25 +161,8 @@ class Replica:
 
 def wisp_settings(replica: ReplicaSettings) -> WispSettings:
     """What the engine needs of a replica's settings."""
-    only_if_set = {"staging_bytes": replica.staging_bytes} if replica.staging_bytes is not None else {}
-    return WispSettings(
-        cap=replica.initial_cap,
-        vram_budget_bytes=replica.vram_budget_bytes,
-        activation_bytes=replica.activation_bytes,
-        other_bytes=replica.other_bytes,
-        min_cap=replica.min_cap,
-        emulated_link_bytes_per_s=replica.emulated_link_bytes_per_s,
-        window_s=replica.window_s,
-        drain_timeout_s=replica.drain_timeout_s,
-        host_memory_bytes=replica.host_memory_bytes,
-        host_store_dir=replica.host_store_dir,
-        kv_host_bytes=replica.kv_host_bytes,
-        bypass_if_it_fits=replica.bypass_if_it_fits,
-        declared_kv_tokens=replica.declared_kv_tokens,
-        prefetch=replica.prefetch,
-        co_schedule=replica.co_schedule,
-        **only_if_set,
-    )
+    shared = replica.model_dump(include=set(EngineSettings.model_fields))
+    return WispSettings(cap=replica.initial_cap, vram_budget_bytes=replica.vram_budget_bytes, **shared)
 
 
 def build_replica(
