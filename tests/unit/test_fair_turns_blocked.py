@@ -6,6 +6,8 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from wisp_core.engine.fair_share import JOIN_S
 from wisp_core.engine.fair_turns import FairTurns
 
@@ -116,6 +118,63 @@ def test_a_turn_that_vllm_refuses_for_another_reason_costs_others_every_second_s
     scheduler.come("a")
     computed = ["b-long" in scheduler.step("a") for _ in range(8)]
     assert computed == [False, True] * 4
+
+
+def test_no_prompt_joins_a_step_that_measures_what_one_tenant_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = busy_b()
+    scheduler.come("a-old", is_running=True)
+    scheduler.come("b")
+    share = scheduler.turns._share
+
+    def measure_b(active: Any, now_s: float) -> frozenset[str]:
+        share.is_trial = True
+        return frozenset({"a"})
+
+    monkeypatch.setattr(share, "held", measure_b)
+    for passed_over in (None, "b"):
+        scheduler.turns._passed_over = passed_over
+        hidden = scheduler.turns.hide()
+        assert [request.request_id for request in hidden] == ["b"]
+        scheduler.turns.unhide(hidden, SimpleNamespace(num_scheduled_tokens={"b-old": 1}))
+
+
+def test_who_used_least_gets_the_blocks_that_come_free_however_many_short_turns_others_have_waiting() -> None:
+    """As vLLM does it: in the queue's order, and behind a turn for which there are too few blocks none starts."""
+    scheduler, numbers = Scheduler(), iter(range(10_000))
+    scheduler.max_num_running_reqs = 64
+    needs: dict[str, int] = {}
+
+    def step() -> None:
+        while sum(request.request_id[0] == "b" for request in scheduler.waiting) < 3:
+            name = f"b{next(numbers)}"
+            needs[name] = 10
+            scheduler.come(name, blocks=10)
+        hidden = scheduler.turns.hide()
+        scheduler.current_step += 1
+        runs = [r for r in scheduler.running if scheduler.current_step >= r.next_decode_eligible_step]
+        parts = {request.request_id: 1 for request in runs}
+        free = POOL_BLOCKS - sum(needs[request.request_id] for request in scheduler.running)
+        while scheduler.waiting and needs[scheduler.waiting[0].request_id] <= free:
+            request = scheduler.waiting.popleft()
+            free -= needs[request.request_id]
+            scheduler.running.append(request)
+            parts[request.request_id] = 16 * needs[request.request_id]
+        scheduler.turns.unhide(hidden, SimpleNamespace(num_scheduled_tokens=parts))
+        if parts:
+            scheduler.turns.note_step(STEP_S)
+        if runs:
+            scheduler.leave(runs[0])  # one turn ends with each step, and its blocks come free
+
+    for _ in range(60):
+        step()
+    assert sum(needs[request.request_id] for request in scheduler.running) > 0.9 * POOL_BLOCKS
+    needs["a"] = 300
+    scheduler.come("a", blocks=300)
+    steps = 0
+    while all(request.request_id != "a" for request in scheduler.running):
+        step()
+        steps += 1
+        assert steps <= 300 // 10 + 10, "no more than it takes that so many blocks come free"
 
 
 def test_a_turn_refused_by_its_share_keeps_its_place_before_later_ones_of_its_tenant() -> None:

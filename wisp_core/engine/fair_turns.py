@@ -61,6 +61,8 @@ class FairTurns:
         self._steps: deque[_Step] = deque()
         self._held: frozenset[str] = frozenset()
         self._is_stalled = False
+        self._is_trial = False
+        """Whether the step that is decided now measures what one tenant's decode step takes."""
         self._first: str | None = None
         """Whose prompts the step that is decided now is left to."""
         self._first_prompts: frozenset[str] = frozenset()
@@ -93,13 +95,14 @@ class FairTurns:
         recent use, each tenant's own turns as they were.
         """
         scheduler, waiting = self._scheduler, self._scheduler.waiting
-        self._held, self._first, self._first_prompts = frozenset(), None, frozenset()
+        self._held, self._is_trial, self._first, self._first_prompts = frozenset(), False, None, frozenset()
         if not isinstance(waiting, deque) or (len(self._num_turns) < 2 and self._num_bounded == 0):
             return []  # Another order than first come, first served was asked of vLLM; or there is nothing to share.
         admissible, refused = self._part(sorted(waiting, key=self._used_s))
         # A step for which nothing was left must not be followed by another: whoever is behind cannot run.
         if not self._is_stalled:
             self._held = self._share.held(self._num_turns.keys(), time.monotonic())
+            self._is_trial = self._share.is_trial
             self._leave_to_first(admissible)
         if len(self._num_turns) > 1:
             # When blocks run out, vLLM takes those of the last one.
@@ -131,7 +134,8 @@ class FairTurns:
         """Leave the step to the prompts of the tenant that used least lately: those of nobody far above are computed.
 
         Only prompts that the step can compute count, or others would wait for nothing. What else keeps vLLM from
-        taking one shows once a step was left to it in vain; then the next step is left to others.
+        taking one shows once a step was left to it in vain; then the next step is left to others. None of them gets its
+        blocks: it stays at the head of the queue, which vLLM does not pass for want of blocks.
         """
         scheduler = self._scheduler
         prompts = [request for request in scheduler.running if request.is_prefill_chunk]
@@ -146,9 +150,9 @@ class FairTurns:
 
     def _may_join(self, request: Any) -> bool:
         """Whether a step may compute this turn's prompt."""
-        if self._first is None:
-            return True
-        return not self._share.is_trial and self._share.may_join(self._tenant(request), self._first)
+        if self._is_trial:
+            return False
+        return self._first is None or self._share.may_join(self._tenant(request), self._first)
 
     def unhide(self, hidden: list[Any], output: Any) -> None:
         """After ``schedule``: put back what ``hide`` took out, and remember whose step this is."""
@@ -163,7 +167,7 @@ class FairTurns:
                 else StepPart(part.decode_tokens, part.prefill_tokens + num_tokens)
             )
         self._is_stalled = not parts and bool(self._held or hidden)
-        was_in_vain = not self._share.is_trial and self._first_prompts.isdisjoint(output.num_scheduled_tokens)
+        was_in_vain = not self._is_trial and self._first_prompts.isdisjoint(output.num_scheduled_tokens)
         self._passed_over = self._first if was_in_vain else None
         if parts:
             self._steps.append(_Step(parts, self._held, frozenset(self._num_turns)))
