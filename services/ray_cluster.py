@@ -192,10 +192,13 @@ class WithoutShutdownNoise(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._is_after_noise = False
 
     def write(self, text: str) -> int:
         """Pass on everything else."""
-        return len(text) if "Task ServeController." in text and " failed" in text else self._stream.write(text)
+        is_its_end = self._is_after_noise and text == "\n"
+        self._is_after_noise = "Task ServeController." in text and " failed" in text
+        return len(text) if self._is_after_noise or is_its_end else self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream behind."""

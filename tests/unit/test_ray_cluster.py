@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import sys
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
 from services.config import ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
-from services.ray_cluster import check_cluster, start_ray, stop_serve
+from services.ray_cluster import WithoutShutdownNoise, check_cluster, start_ray, stop_serve
 from wisp_core.errors import ConfigurationError
 
 
@@ -107,3 +108,13 @@ def test_what_serve_says_of_its_end_keeps_ray_from_nothing(
 
 def test_a_cluster_that_ray_finds_is_left_to_ray() -> None:
     check_cluster("auto")
+
+
+def test_only_ray_s_false_alarm_is_kept_from_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = WithoutShutdownNoise(sys.stdout)
+    print("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries", file=stream)
+    stream.write("(raylet) Task ServeController.listen_for_change failed. There are infinite retries\n")
+    print("(raylet) something else failed", file=stream)
+    print(file=stream)
+    stream.flush()
+    assert capsys.readouterr().out == "(raylet) something else failed\n\n"

@@ -13,7 +13,7 @@ from services.app import Service
 from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.free_port import free_port
 from services.policy.deployment import build_policy_service
-from services.ray_cluster import WithoutShutdownNoise, ray_cpus
+from services.ray_cluster import ray_cpus
 from services.secret_files import secret_path
 from services.store_address import StoreAddress, without_password
 from wisp_core.errors import ConfigurationError, StoreUnavailableError
@@ -138,14 +138,3 @@ def test_a_dedicated_tenant_s_replicas_are_counted_where_replicas_are(tmp_path: 
     assert (config.num_replicas, more.num_replicas) == (2, 42)
     assert ray_cpus(more) >= 42
     assert "own=Replica-own " in kept_by_serve(Service(more)._application())
-
-
-def test_only_ray_s_false_alarm_is_kept_from_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
-    stream = WithoutShutdownNoise(sys.stdout)
-    stream.write("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries\n")
-    stream.write("(raylet) Task ServeController.listen_for_change failed. There are infinite retries\n")
-    stream.write("(raylet) something else failed\n")
-    stream.flush()
-    assert capsys.readouterr().out == "(raylet) something else failed\n"
