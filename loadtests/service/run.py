@@ -15,14 +15,13 @@ from typing import Any
 from loadtests.service.gpu_memory import GpuProcesses, wait_until_gone
 from services.app import Service
 from services.cli.load import Counters, run_locust
+from services.cli.operator import Operator
 from services.config import ServiceConfig
 from services.demo.connected import first_snapshots, tenant_clients
 from services.demo.identity import Answer, RecordedTurn, answer_resident, find_mismatches, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.workload import Agent, AgentSpec
 from services.preflight import checked_start
-from services.secret_files import read_or_create, secret_path
-from services.service_file import read_service_file
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
 
 Row = dict[str, Any]
@@ -122,12 +121,11 @@ class _Watch:
         return live, all_pids
 
     async def _load(self, store: Any) -> None:
-        facts = await asyncio.to_thread(read_service_file, self._config.state_dir)
-        admin_key = read_or_create(secret_path(self._config.state_dir, "admin"))
-        before = Counters.read(facts["url"], admin_key)
+        service = await asyncio.to_thread(Operator, self._config.state_dir)
+        before = Counters.read(service)
         work = ["--wisp-phase-s", str(self._run.phase_s), "--wisp-long-words", str(self._run.long_words)]
-        code, rows = await asyncio.to_thread(run_locust, facts, self._run.users, self._run.run_time, work)
-        after = Counters.read(facts["url"], admin_key)
+        code, rows = await asyncio.to_thread(run_locust, service.facts, self._run.users, self._run.run_time, work)
+        after = Counters.read(service)
         self._found.rows += [_locust_row(row) for row in rows if row["Name"] != "Aggregated"]
         self._found.rows += [await self._replica_row(store, one) for one in await store.list_snapshots()]
         self._found.summary |= {

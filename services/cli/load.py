@@ -15,17 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from services.app import Service
+from services.cli.operator import Operator
 from services.preflight import checked_start
-from services.secret_files import read_or_create, secret_path
-from services.service_file import read_service_file
 from services.start_progress import progress_to
-from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.errors import ConfigurationError
 
 LOCUST_FILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
 _RUN_TIME = re.compile(r"\d+|(?=\d)(\d+h)?(\d+m)?(\d+s)?")
@@ -38,13 +36,9 @@ class Counters:
     values: dict[str, float]
 
     @classmethod
-    def read(cls, url: str, admin_key: str) -> Counters:
-        """Read the page of the service at ``url``. Raises EngineUnavailableError when it does not answer."""
-        try:
-            answer = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {admin_key}"}, timeout=10)
-            page = answer.raise_for_status().text
-        except httpx.HTTPError as error:
-            raise EngineUnavailableError(f"{url} does not answer: {error}") from error
+    def read(cls, service: Operator) -> Counters:
+        """Read the page. Raises EngineUnavailableError when it does not come."""
+        page = service.read("/metrics").text
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -74,11 +68,10 @@ def run_load(*, users: int, run_time: str, state_dir: Path, is_own_service: bool
             with progress_to(Console(stderr=True).print):
                 stack.enter_context(Service(config))
             state_dir = config.state_dir
-        facts = read_service_file(state_dir)
-        admin_key = read_or_create(secret_path(state_dir, "admin"))
-        before = Counters.read(facts["url"], admin_key)
-        code, rows = run_locust(facts, users, run_time)
-        after = Counters.read(facts["url"], admin_key)
+        service = Operator(state_dir)
+        before = Counters.read(service)
+        code, rows = run_locust(service.facts, users, run_time)
+        after = Counters.read(service)
     if rows:
         _print_summary(rows, after, before)
     return code

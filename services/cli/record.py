@@ -7,23 +7,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import typer
 
-from services.secret_files import read_or_create, secret_path
-from services.service_file import read_service_file
+from services.cli.operator import Operator
 from wisp_core.contracts import ReplicaSnapshot, Signature
-from wisp_core.errors import EngineUnavailableError
 from wisp_core.simulator.recording import Recording, recording_of, write_recording
 from wisp_core.tenant_contracts import TurnRecord
 
+_PATH = "/wisp/recording"
 _PERIOD_S = 1.0
 _MAX_TURNS = 10_000
 
 
 def record_trace(output: Path, duration_s: float, state_dir: Path) -> None:
     """Record for ``duration_s`` seconds and write ``output``. Raises ConfigurationError when no turn ended."""
-    service = _Service(state_dir)
+    service = Operator(state_dir)
     started_s = time.time()
     typer.echo(f"wisp: recording {service.url} for {duration_s:g} s", err=True)
     recording = collect(service, duration_s, started_s)
@@ -35,14 +33,14 @@ def record_trace(output: Path, duration_s: float, state_dir: Path) -> None:
     )
 
 
-def collect(service: _Service, duration_s: float, started_s: float) -> Recording:
+def collect(service: Operator, duration_s: float, started_s: float) -> Recording:
     """Watch ``service``; the turns are those that ended since ``started_s``, Unix seconds."""
     snapshots: dict[tuple[str, float], ReplicaSnapshot] = {}
     with suppress(KeyboardInterrupt):
         while (left_s := started_s + duration_s - time.time()) > 0:
-            _keep(snapshots, service.read(0))
+            _keep(snapshots, service.read(_PATH, turns=0).json())
             time.sleep(min(_PERIOD_S, left_s))
-    last = service.read(_MAX_TURNS)
+    last = service.read(_PATH, turns=_MAX_TURNS).json()
     _keep(snapshots, last)
     turns = [TurnRecord.model_validate(turn) for turn in last["turns"]]
     return recording_of(
@@ -51,25 +49,6 @@ def collect(service: _Service, duration_s: float, started_s: float) -> Recording
         snapshots=(snapshots[key] for key in sorted(snapshots, key=lambda key: key[1])),
         signatures=(Signature.model_validate(one) for one in last["signatures"]),
     )
-
-
-class _Service:
-    """The operator's side of a running service."""
-
-    def __init__(self, state_dir: Path) -> None:
-        """Raises ConfigurationError when none runs there."""
-        self.url = read_service_file(state_dir)["url"]
-        self._headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
-
-    def read(self, num_turns: int) -> dict[str, Any]:
-        """What the service knows now. Raises EngineUnavailableError when it does not answer."""
-        url = f"{self.url}/wisp/recording"
-        try:
-            answer = httpx.get(url, params={"turns": num_turns}, headers=self._headers, timeout=10)
-            recording: dict[str, Any] = answer.raise_for_status().json()
-        except httpx.HTTPError as error:
-            raise EngineUnavailableError(f"{self.url} does not answer: {error}") from error
-        return recording
 
 
 def _keep(snapshots: dict[tuple[str, float], ReplicaSnapshot], answer: dict[str, Any]) -> None:

@@ -6,34 +6,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.secret_files import read_or_create, secret_path
-from services.service_file import read_service_file
-from wisp_core.errors import EngineUnavailableError
+from services.cli.operator import Operator
 
 _LAST = 5
 
 
-def fetch_status(state_dir: Path) -> dict[str, Any]:
-    """The status page. Raises ConfigurationError when no service runs, EngineUnavailableError when it is silent."""
-    facts = read_service_file(state_dir)
-    headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
-    try:
-        response = httpx.get(f"{facts['url']}/wisp/status", headers=headers, timeout=10).raise_for_status()
-    except httpx.HTTPError as error:
-        raise EngineUnavailableError(f"{facts['url']} does not answer: {error}") from error
-    status: dict[str, Any] = response.json()
-    return status
-
-
 def show_status(state_dir: Path) -> None:
-    """Print replicas, sessions and the last decisions."""
-    print_status(fetch_status(state_dir), Console())
+    """Print replicas, sessions and the last decisions. Raises ConfigurationError when no service runs."""
+    print_status(Operator(state_dir).read("/wisp/status").json(), Console())
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:

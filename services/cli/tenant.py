@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich.console import Console
 
-from wisp_core.errors import ConfigurationError, EngineUnavailableError
+from wisp_core.errors import ConfigurationError
 from wisp_core.tenant_contracts import TenantLimits
 
 app = typer.Typer(no_args_is_help=True, help="Tenants of a running service. Changes take effect within two seconds.")
@@ -106,20 +105,15 @@ def _limits(context: typer.Context) -> dict[str, Any]:
 
 def _call(state_dir: Path, method: str, path: str = "", body: dict[str, Any] | None = None) -> dict[str, Any]:
     """One admin request. Raises ConfigurationError with the service's own words, EngineUnavailableError if none."""
-    from services.secret_files import read_or_create, secret_path
-    from services.service_file import read_service_file
+    from services.cli.operator import Operator
 
-    url = read_service_file(state_dir)["url"]
-    headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
-    try:
-        response = httpx.request(method, f"{url}/wisp/tenants{path}", json=body, headers=headers, timeout=10)
-    except httpx.TransportError as error:
-        raise EngineUnavailableError(f"{url} does not answer: {error}") from error
+    service = Operator(state_dir)
+    response = service.request(method, f"/wisp/tenants{path}", json=body)
     if response.is_success:
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError):
-        message = f"{url} answered {response.status_code}"
+        message = f"{service.url} answered {response.status_code}"
     raise ConfigurationError(message)

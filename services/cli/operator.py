@@ -1,0 +1,38 @@
+"""The operator's side of a running service: its HTTP interface, with the admin key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.secret_files import read_or_create, secret_path
+from services.service_file import read_service_file
+from wisp_core.errors import EngineUnavailableError
+
+_TIMEOUT_S = 10.0
+
+
+class Operator:
+    """Whoever may read the files of ``state_dir``."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Raises ConfigurationError when no service runs there."""
+        self.facts = read_service_file(state_dir)
+        self.url: str = self.facts["url"]
+        self._headers = {"Authorization": f"Bearer {read_or_create(secret_path(state_dir, 'admin'))}"}
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The answer, whatever it says. Raises EngineUnavailableError when none comes."""
+        try:
+            return httpx.request(method, self.url + path, headers=self._headers, timeout=_TIMEOUT_S, **options)
+        except httpx.RequestError as error:
+            raise EngineUnavailableError(f"{self.url} does not answer: {error}") from error
+
+    def read(self, path: str, **params: Any) -> httpx.Response:
+        """A page. Raises EngineUnavailableError when it does not come."""
+        try:
+            return self.request("GET", path, params=params).raise_for_status()
+        except httpx.HTTPStatusError as error:
+            raise EngineUnavailableError(f"{self.url} does not answer: {error}") from error
