@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from wisp_core.contracts import KvDemand, MemoryLayout, Signature
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
 from wisp_core.engine.reports import LayoutReport, MemoryReport, PagerReport, SchedulerReport, TakeReport
@@ -40,6 +42,9 @@ class FakeEngine:
         self.floor_blocks = 4
         self.is_drained = False
         self.can_drain = True
+        self.is_held = False
+        self.num_holds = 0
+        self.step_s = self.move_s = 0.0
         self.fail_at: list[str] = []
         self.error: type[WispError] = CommandFailedError
         self.log: list[str] = []
@@ -75,7 +80,6 @@ class FakeEngine:
         return SchedulerReport(
             usable_blocks=self.usable_blocks,
             taken_groups=tuple(sorted(self.taken)),
-            command_seconds=0.001 * len(self.log),
             kv=KvDemand(floor_blocks=self.floor_blocks),
         )
 
@@ -90,7 +94,6 @@ class FakeEngine:
             kv_bytes=self.arena.kv_bytes,
             free_bytes=self.arena.free_bytes,
             resident_bytes=self.arena.expert_bytes + self.arena.kv_bytes,
-            command_seconds=0.0,
         )
 
     async def pager_report(self) -> PagerReport:
@@ -127,17 +130,27 @@ class FakeEngine:
 
     async def unmap_groups(self, groups: list[int]) -> None:
         self._run("unmap")
+        await asyncio.sleep(self.move_s)
         assert self.taken.issuperset(groups), "pages of blocks in use would go"
         self.arena.remove_kv_groups(groups)
 
     async def map_groups(self, groups: list[int]) -> None:
         self._run("map")
+        await asyncio.sleep(self.move_s)
         self.arena.add_kv_groups(groups)
 
     async def set_cap(self, cap: int) -> None:
         self._run("set_cap")
         self.arena.set_expert_bytes(LAYOUT.experts_bytes_by_cap[cap])
         self.cap = cap
+
+    async def hold(self) -> None:
+        assert not self.is_held
+        self.is_held = True
+        self.num_holds += 1
+        await asyncio.sleep(self.step_s)
+        if self.fail_at == ["hold"]:
+            raise self.error("hold: broken on purpose")
 
     async def drain(self, timeout_s: float) -> None:
         self.log.append("drain")
@@ -146,8 +159,9 @@ class FakeEngine:
         self.is_drained, self.busy = True, set()
 
     async def resume(self) -> None:
-        self.log.append("resume")
-        self.is_drained = False
+        if not self.is_held:
+            self.log.append("resume")
+        self.is_drained = self.is_held = False
 
     async def check_integrity(self) -> None:
         self.arena.check_integrity()

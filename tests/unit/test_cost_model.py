@@ -287,6 +287,9 @@ def test_the_placed_sessions_scale_the_curve_that_was_seen() -> None:
     placed = seen.model_copy(update={"placed_miss_ratio_by_cap": (1.0,) * 4 + (2.0,) * 5})
     once, twice = (CostModel.from_snapshot(s).terms(s.split).decode_link_s for s in (seen, placed))
     assert twice == pytest.approx(2 * once)
+    unseen = placed.model_copy(update={"decode_misses_by_cap": ()})
+    at_first = unseen.model_copy(update={"placed_miss_ratio_by_cap": ()})
+    assert CostModel.from_snapshot(unseen) == CostModel.from_snapshot(at_first), "there is nothing to scale"
 
 
 def test_a_step_has_one_token_at_least_however_small_the_pool() -> None:

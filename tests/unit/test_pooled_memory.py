@@ -71,7 +71,7 @@ def test_after_a_failure_half_way_nothing_works_any_more(
         MOVES[move](memory)
     monkeypatch.undo()
     experts.failure = None
-    for use in (memory.check_usable, memory.check_integrity, lambda: memory.report(0.0)):
+    for use in (memory.check_usable, memory.check_integrity, lambda: memory.report()):
         with pytest.raises(IntegrityError, match="restarted"):
             use()
     for later in MOVES.values():
@@ -81,7 +81,7 @@ def test_after_a_failure_half_way_nothing_works_any_more(
 
 def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, experts, region = pool()
-    before = memory.report(0.0)
+    before = memory.report()
 
     def refuse(ranges: object) -> None:
         raise MemoryError("no pages")
@@ -91,5 +91,5 @@ def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for move in ("map", "set_cap"):
         with pytest.raises(MemoryError):
             MOVES[move](memory)
-    assert memory.report(0.0) == before
+    assert memory.report() == before
     memory.check_integrity()

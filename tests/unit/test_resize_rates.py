@@ -110,7 +110,6 @@ def test_counts_that_are_a_report_old_are_compared_with_the_steps_of_then(lag: i
         scheduler = SchedulerReport(
             usable_blocks=0,
             taken_groups=(),
-            command_seconds=0.0,
             steps=last.steps,
             step_seconds=last.step_seconds,
             kv=KvDemand(),

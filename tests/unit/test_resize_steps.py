@@ -86,11 +86,16 @@ def plan(split: Split, revision: int = 1) -> SplitPlan:
 
 async def test_a_long_move_takes_once_and_gives_once_with_steps_between() -> None:
     engine, resizer = await stepping(8 * PAGE)
+    engine.move_s = 0.01
     assert (await resizer.resize(plan(MANY))).after == MANY
     assert engine.log == ["take", *["unmap", "set_cap"] * 3]
     await engine.check_integrity()
+    assert engine.num_holds == 3, "the engine runs between the pieces of a long move"
     engine.log.clear()
+    engine.step_s = 0.2
     assert (await resizer.resize(plan(FEW, revision=2))).after == FEW
+    assert engine.num_holds == 4, "after a long step it waits for more of them"
+    assert not engine.is_held
     assert engine.log == [*["set_cap", "map"] * 3, "give"]
     await engine.check_integrity()
 
@@ -114,5 +119,12 @@ async def test_a_failure_in_any_step_undoes_all_of_them(target: Split, failing: 
     engine._run = fail_at_the_nth  # type: ignore[method-assign]
     outcome = await resizer.resize(plan(target, revision=2))
     assert outcome.outcome is Outcome.FAILED
-    assert engine.state() == before
+    assert (engine.state(), engine.is_held) == (before, False)
     await engine.check_integrity()
+
+
+async def test_an_engine_that_cannot_be_held_is_let_go() -> None:
+    engine, resizer = await stepping(8 * PAGE)
+    engine.fail_at = ["hold"]
+    assert (await resizer.resize(plan(MANY))).outcome is Outcome.FAILED
+    assert (engine.is_held, engine.log) == (False, [])

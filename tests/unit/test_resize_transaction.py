@@ -65,6 +65,7 @@ async def test_the_giver_goes_first(target: Split, commands: list[str]) -> None:
     outcome = await resizer.resize(plan(target))
     assert (outcome.outcome, outcome.before, outcome.after) == (Outcome.APPLIED, START, target)
     assert engine.log == commands
+    assert (engine.num_holds, engine.is_held) == (1, False)
     assert resizer.split == target
     await engine.check_integrity()
 
@@ -74,7 +75,7 @@ async def test_an_applied_outcome_reports_what_moved() -> None:
     outcome = await resizer.resize(plan(TO_EXPERTS))
     assert outcome.bytes_moved == 8 * PAGE
     assert outcome.resident_bytes_before == outcome.resident_bytes_after == BUDGET_BYTES
-    assert outcome.pause_ms == pytest.approx(3.0)
+    assert 0 < outcome.pause_ms < 1e3
     assert (outcome.policy, outcome.plan_reason) == ("test", "because")
 
 

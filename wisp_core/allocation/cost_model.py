@@ -322,7 +322,7 @@ def _compute_s(counts: PagerCounts, num_units: int) -> float:
 def _decode_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
     """The curve seen, scaled to the sessions placed here where they are known to differ from those seen."""
     curve, ratios = _seen_decode_misses(snapshot), snapshot.placed_miss_ratio_by_cap
-    if len(ratios) != len(curve):
+    if not snapshot.decode_misses_by_cap or len(ratios) != len(curve):
         return curve
     return tuple(misses * ratio for misses, ratio in zip(curve, ratios, strict=True))
 

@@ -86,6 +86,10 @@ class EngineControl(Protocol):
         """Give every layer ``cap`` expert slots."""
         ...
 
+    async def hold(self) -> None:
+        """Let no step begin until `resume`; returns once none runs. Requests wait meanwhile, running ones too."""
+        ...
+
     async def drain(self, timeout_s: float) -> None:
         """Hold new requests back and wait for the running ones. Raises DrainTimeoutError; always `resume` after."""
         ...

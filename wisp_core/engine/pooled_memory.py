@@ -77,7 +77,7 @@ class PooledMemory:
             self._region.release(self.geometry.ranges(groups))
         self.arena.remove_kv_groups(groups)
 
-    def report(self, command_seconds: float) -> MemoryReport:
+    def report(self) -> MemoryReport:
         """Sizes now."""
         self.check_usable()
         return MemoryReport(
@@ -87,7 +87,6 @@ class PooledMemory:
             kv_bytes=self.arena.kv_bytes,
             free_bytes=self.arena.free_bytes,
             resident_bytes=self._experts.resident_bytes() + self._region.resident_bytes(),
-            command_seconds=command_seconds,
         )
 
     def check_integrity(self) -> None:

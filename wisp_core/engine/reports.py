@@ -24,8 +24,6 @@ class SchedulerReport(Value):
 
     usable_blocks: int
     taken_groups: tuple[int, ...]
-    command_seconds: float
-    """Time spent in commands since the start, in which no step ran."""
     steps: int = 0
     """Steps since the start."""
     step_seconds: float = 0.0
@@ -42,8 +40,6 @@ class MemoryReport(Value):
     kv_bytes: int
     free_bytes: int
     resident_bytes: int
-    command_seconds: float
-    """Time spent in commands since the start, in which no step ran."""
 
 
 class LayoutReport(Value):

@@ -1,8 +1,9 @@
 """One resize of a live engine: a revisioned, idempotent transaction over an `EngineControl`.
 
 Order: the giver first. KV gives by *take* (scheduler) then *unmap* (worker); it gains by *map* (zero pages) then
-*give*. Pages move a step at a time, so that each command holds the engine up for a bounded time, and the engine runs
-between them. A command that fails has changed nothing, and those before it are undone in reverse. If the resizer itself
+*give*. Commands are carried out between two steps of the engine, which is held there: each would wait for a step of its
+own otherwise. A long move goes in pieces, and the engine runs again once it was held as long as its last step took. A
+command that fails has changed nothing, and those before it are undone in reverse. If the resizer itself
 is stopped between two steps, groups stay out of the pool with their pages accounted: that loses blocks, never data,
 and the next resize gives them back first.
 """
@@ -29,6 +30,43 @@ Undo = Callable[[], Awaitable[None]]
 
 class _DeferredError(Exception):
     """The resize is not possible now; nothing was changed."""
+
+
+class _Hold:
+    """Keeps the engine between two steps, for about as long as it took to get there: the rest of a step."""
+
+    def __init__(self, control: EngineControl) -> None:
+        self._control = control
+        self._since_s = self._enough_s = self._before_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """For how long so far."""
+        return self._before_s + time.perf_counter() - self._since_s
+
+    async def __aenter__(self) -> _Hold:
+        await self._begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._control.resume()
+
+    async def let_run(self) -> None:
+        """Let the engine do a step where it was held for so long."""
+        if time.perf_counter() >= self._enough_s:
+            await self._control.resume()
+            self._before_s = self.seconds
+            await self._begin()
+
+    async def _begin(self) -> None:
+        asked_s = time.perf_counter()
+        try:
+            await self._control.hold()
+        except BaseException:  # an engine that may be held all the same must not stay so
+            await self._control.resume()
+            raise
+        self._since_s = time.perf_counter()
+        self._enough_s = 2 * self._since_s - asked_s
 
 
 class Resizer:
@@ -113,34 +151,37 @@ class Resizer:
 
     async def _carry_out(self, plan: SplitPlan) -> ResizeOutcome:
         try:
-            scheduler, memory = await self._reconciled()
-            before = self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
-            is_drained = plan.barrier is Barrier.DRAINED
-            # After a drain nothing runs, and the take itself checks the floor of whatever does.
-            floor_blocks = self._facts.layout.longest_request_blocks if is_drained else scheduler.kv.floor_blocks
-            moves = self._plan(before, plan.split, floor_blocks)
-            if isinstance(moves, Refusal):
-                return self._outcome(plan, moves.outcome, moves.reason)
-            if moves[0].is_hold:
-                return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split", memory, memory)
-            taken = list(scheduler.taken_groups)
-            if is_drained:
-                move, pause_s = await self._act_drained(moves, taken)
-            else:
-                move, pause_s = await self._act(moves, taken), None
-            scheduler_after, memory_after = await self._reports()
+            if plan.barrier is Barrier.DRAINED:
+                return await self._apply(plan, None)
+            async with _Hold(self._control) as hold:
+                return await self._apply(plan, hold)
         except _DeferredError as error:
             return self._outcome(plan, Outcome.DEFERRED, str(error))
         except (CommandFailedError, EngineUnavailableError, IntegrityError) as error:
             await self._refresh_split()
             return self._outcome(plan, Outcome.FAILED, str(error))
-        self.split = Split(cap=memory_after.cap, kv_blocks=scheduler_after.usable_blocks)
+
+    async def _apply(self, plan: SplitPlan, hold: _Hold | None) -> ResizeOutcome:
+        scheduler, memory = await self._reconciled()
+        before = self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
+        # After a drain nothing runs, and the take itself checks the floor of whatever does.
+        floor_blocks = self._facts.layout.longest_request_blocks if hold is None else scheduler.kv.floor_blocks
+        moves = self._plan(before, plan.split, floor_blocks)
+        if isinstance(moves, Refusal):
+            return self._outcome(plan, moves.outcome, moves.reason)
+        if moves[0].is_hold:
+            return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split", memory, memory)
+        taken = list(scheduler.taken_groups)
+        if hold is None:
+            move, pause_s = await self._act_drained(moves, taken)
+        else:
+            move, pause_s = await self._act(moves, taken, hold), hold.seconds
+        scheduler, memory_after = await self._reports()
+        self.split = Split(cap=memory_after.cap, kv_blocks=scheduler.usable_blocks)
         reason = _describe(before, self.split)
         if move.cap_after != plan.split.cap:
             reason += f"; cap {plan.split.cap} needs more KV groups than turns leave free"
         outcome = self._outcome(plan, Outcome.APPLIED, reason, memory, memory_after)
-        if pause_s is None:
-            pause_s = _command_seconds(scheduler_after, memory_after) - _command_seconds(scheduler, memory)
         return outcome.model_copy(update={"before": before, "bytes_moved": move.bytes_moved, "pause_ms": pause_s * 1e3})
 
     def _plan(self, before: Split, target: Split, floor_blocks: int) -> list[Move] | Refusal:
@@ -165,7 +206,7 @@ class Resizer:
         finally:
             await self._control.resume()
 
-    async def _act(self, moves: list[Move], taken: list[int]) -> Move:
+    async def _act(self, moves: list[Move], taken: list[int], hold: _Hold | None = None) -> Move:
         """Make the first of ``moves`` for which there are groups, and return it."""
         budget_bytes, layout = self._facts.budget_bytes, self._facts.layout
         undos: list[Undo] = []
@@ -173,7 +214,10 @@ class Resizer:
             move, leaving = await self._take(moves, undos)
             coming = taken[: max(0, move.groups_after - move.groups_before)]
             cap, num_mapped = move.cap_before, 0
-            for step in steps_of(move, layout, budget_bytes=budget_bytes, step_bytes=self._step_bytes):
+            steps = steps_of(move, layout, budget_bytes=budget_bytes, step_bytes=self._step_bytes)
+            for index, step in enumerate(steps):
+                if index and hold is not None:
+                    await hold.let_run()
                 await self._act_step(step, cap, leaving, coming[num_mapped:], undos)
                 leaving, cap, num_mapped = leaving[step.num_unmapped :], step.cap, num_mapped + step.num_mapped
             if coming:
@@ -261,10 +305,6 @@ async def _roll_back(undos: list[Undo]) -> str:
         except CommandFailedError as error:
             return f"roll-back failed too, the next resize reconciles: {error}"
     return "rolled back" if undos else "nothing was changed"
-
-
-def _command_seconds(scheduler: SchedulerReport, memory: MemoryReport) -> float:
-    return scheduler.command_seconds + memory.command_seconds
 
 
 def _describe(before: Split, after: Split) -> str:

@@ -50,7 +50,6 @@ class WispSchedulerMixin:
         self._wisp_steps = StepTimes()
         self._wisp_turns = FairTurns(scheduler)
         self._wisp_gate = GatedTurns(scheduler)
-        self._wisp_command_seconds = 0.0
         self._wisp_commands: dict[str, Callable[..., Any]] = {
             "ping": lambda: True,
             "configure": self._wisp_balloon.configure,
@@ -66,11 +65,7 @@ class WispSchedulerMixin:
         """Run one command between steps; ValueError for an unknown one."""
         if command not in self._wisp_commands:
             raise ValueError(f"unknown command {command!r}, known: {', '.join(self._wisp_commands)}")
-        started_s = time.perf_counter()
-        try:
-            return self._wisp_commands[command](*args)
-        finally:
-            self._wisp_command_seconds += time.perf_counter() - started_s
+        return self._wisp_commands[command](*args)
 
     def _wisp_deflate(self) -> list[int]:
         """Take every free group, below any floor: only before the engine serves its first request."""
@@ -95,7 +90,6 @@ class WispSchedulerMixin:
         return SchedulerReport(
             usable_blocks=self._wisp_balloon.usable_blocks,
             taken_groups=tuple(self._wisp_balloon.taken),
-            command_seconds=self._wisp_command_seconds,
             steps=self._wisp_steps.steps,
             step_seconds=self._wisp_steps.seconds,
             kv=self._wisp_meter.demand(now_s),

@@ -50,6 +50,10 @@ class VllmControl(ABC):
         """Run a ``wisp_`` method of the worker."""
 
     @abstractmethod
+    async def hold(self) -> None:
+        """See `EngineControl`."""
+
+    @abstractmethod
     async def drain(self, timeout_s: float) -> None:
         """See `EngineControl`."""
 
@@ -143,6 +147,10 @@ class AsyncControl(VllmControl):
         """See `EngineControl`. Asked at once, both are answered between the same two steps."""
         return await asyncio.gather(self.scheduler_report(), self.memory_report())
 
+    async def hold(self) -> None:
+        """See `EngineControl`. As vLLM's ``pause_generation`` does, without its pause for outputs to arrive."""
+        await self._call("hold", self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+
     async def drain(self, timeout_s: float) -> None:
         """See `EngineControl`. Requests that wait in the queue go on waiting and are not what is waited for."""
         try:
@@ -189,6 +197,9 @@ class LocalControl(VllmControl):
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+
+    async def hold(self) -> None:
+        """See `EngineControl`. No step runs."""
 
     async def drain(self, timeout_s: float) -> None:
         """See `EngineControl`. Nobody else steps this engine, so waiting would not help."""

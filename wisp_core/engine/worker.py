@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,7 +54,6 @@ class WispWorkerMixin:
         self._wisp_budget_bytes = 0
         self._wisp_other_bytes = 0
         self._wisp_measured_other_bytes = 0
-        self._wisp_command_seconds = 0.0
         self._wisp_pager: ExpertPager | ResidentExperts
         self._wisp_zeros: RegionForZeros
         self._wisp_memory: PooledMemory
@@ -184,22 +182,22 @@ class WispWorkerMixin:
 
     def wisp_set_cap(self, cap: int) -> None:
         """Give every layer ``cap`` slots."""
-        with self._wisp_timed():
-            self._wisp_memory.set_cap(cap)
+        self._wisp_synchronize()
+        self._wisp_memory.set_cap(cap)
 
     def wisp_map_groups(self, groups: list[int]) -> None:
         """Back KV groups with zero pages."""
-        with self._wisp_timed():
-            self._wisp_memory.map_groups(groups)
+        self._wisp_synchronize()
+        self._wisp_memory.map_groups(groups)
 
     def wisp_unmap_groups(self, groups: list[int]) -> None:
         """Return the pages of KV groups that are out of vLLM's pool."""
-        with self._wisp_timed():
-            self._wisp_memory.unmap_groups(groups)
+        self._wisp_synchronize()
+        self._wisp_memory.unmap_groups(groups)
 
     def wisp_memory(self) -> dict[str, Any]:
         """`MemoryReport`: both pools now."""
-        return self._wisp_memory.report(self._wisp_command_seconds).model_dump()
+        return self._wisp_memory.report().model_dump()
 
     def wisp_pager(self) -> dict[str, Any]:
         """`PagerReport`: counters and curves."""
@@ -248,16 +246,6 @@ class WispWorkerMixin:
             kv_bytes,
             self._wisp_budget_bytes,
         )
-
-    @contextmanager
-    def _wisp_timed(self) -> Iterator[None]:
-        """Count a command's time, in which the engine runs no step: from the end of the one in flight."""
-        self._wisp_synchronize()
-        started_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._wisp_command_seconds += time.perf_counter() - started_s
 
     # -- what differs by platform ---------------------------------------------------------------------------------
 
