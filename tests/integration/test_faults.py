@@ -197,7 +197,8 @@ async def test_valkey_comes_back_empty(service: LiveService, number: int) -> Non
             await asyncio.sleep(0.3)
     assert [turn.error for turn in running.turns if turn.error] == []
     assert len(await asyncio.to_thread(_reporting, service)) == 2
-    assert service.client().models.list().data
+    with service.client() as client:
+        assert client.models.list().data
 
 
 def _placed(service: LiveService) -> list[str]:

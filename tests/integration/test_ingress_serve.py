@@ -21,6 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from services.config import HttpSettings, ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
 from services.environment import message_environment
 from services.ingress.app import build_ingress
+from services.ingress.cluster import SHARED_S
 from services.ingress.listener import Listener
 from services.ingress.routers import RouterConfig
 from services.secret_files import replace_secret, secret_path
@@ -178,6 +179,7 @@ async def facts() -> list[tuple[int, list[dict[str, Any]]]]:
 
 
 async def wait_ready(service: str) -> None:
+    await asyncio.sleep(SHARED_S)  # For so long an answer from before may be told.
     async with httpx.AsyncClient() as http:
         for _ in range(200):
             if (await http.get(f"{service}/readyz")).status_code == 200:

@@ -32,12 +32,13 @@ def service(live_service: LiveService) -> LiveService:
 
 
 def cached_tokens(service: LiveService, tenant: str, session: str, **headers: str) -> int:
-    answer = service.client(tenant).chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": f" {SECRET_WORDS}"}],
-        max_tokens=2,
-        extra_headers={"x-session-id": session, **headers},
-    )
+    with service.client(tenant) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": f" {SECRET_WORDS}"}],
+            max_tokens=2,
+            extra_headers={"x-session-id": session, **headers},
+        )
     assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
     return 0 if details is None else details.cached_tokens or 0

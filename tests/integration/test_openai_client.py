@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -29,9 +30,10 @@ TOOL = {
 
 
 @pytest.fixture
-def client(live_service: LiveService) -> openai.OpenAI:
+def client(live_service: LiveService) -> Iterator[openai.OpenAI]:
     live_service.wait_ready()
-    return live_service.client()
+    with live_service.client() as opened:
+        yield opened
 
 
 def test_chat_answers_with_usage_and_repeats_itself_with_a_seed(client: openai.OpenAI) -> None:
@@ -132,17 +134,17 @@ def test_a_prompt_that_can_never_fit_is_400_and_blocks_nobody(client: openai.Ope
 
 
 def test_wrong_key_is_401(live_service: LiveService) -> None:
-    with pytest.raises(openai.AuthenticationError) as caught:
-        live_service.client(api_key="sk-wrong").chat.completions.create(model=MODEL, messages=USER)
+    with live_service.client(api_key="sk-wrong") as client, pytest.raises(openai.AuthenticationError) as caught:
+        client.chat.completions.create(model=MODEL, messages=USER)
     assert caught.value.code == "invalid_api_key"
 
 
 def test_over_quota_is_429_with_retry_after(live_service: LiveService) -> None:
-    client = live_service.client("limited")
-    for _ in range(2):
-        client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
+    with live_service.client("limited") as client:
+        for _ in range(2):
+            client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)
     assert 0 < float(caught.value.response.headers["retry-after"]) <= 60
 
 
