@@ -34,7 +34,7 @@ class Damping:
     confirmations: int = 2
     dead_zone_fraction: float = 0.05
     max_step_fraction: float = 1.0
-    min_gain_fraction: float = 0.03
+    min_gain_fraction: float = 0.02
 
     def __post_init__(self) -> None:
         bounds = {

@@ -122,7 +122,7 @@ class DampingSettings(Section):
         default=0.05, ge=0, le=1, description="Smallest move where no cost is predicted, fraction of the budget."
     )
     max_step_fraction: float = Field(default=1.0, gt=0, le=1, description="Largest move, fraction of the budget.")
-    min_gain_fraction: float = Field(default=0.03, ge=0, description="Least predicted gain, fraction of the cost.")
+    min_gain_fraction: float = Field(default=0.02, ge=0, description="Least predicted gain, fraction of the cost.")
 
 
 class PolicySettings(Section):
