@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import re
+import sys
 import threading
 import time
-from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import ray
 from ray import serve
 
 from services.config import ServiceConfig
@@ -25,7 +27,14 @@ from services.ingress.listener import Listener
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
 from services.preflight import check_host
-from services.ray_cluster import LOGGING, end_ray, refuse_too_many_replicas, start_ray, stop_serve, this_host
+from services.ray_cluster import (
+    LOGGING,
+    WithoutShutdownNoise,
+    refuse_too_many_replicas,
+    start_ray,
+    stop_serve,
+    this_host,
+)
 from services.replica.code_version import code_version, driver_code
 from services.replica.deployment import build_replica
 from services.secret_files import ServiceSecrets, replace_secret, secret_path, tenant_specs
@@ -63,7 +72,7 @@ class Service:
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
         self._code, self._driver_code = code_version(), driver_code()
-        self._stops = ExitStack()
+        self._stops = contextlib.ExitStack()
         """What ends each part that was started, in the order of their starts."""
         self._is_stopping = False
         self._upgrading = threading.Lock()
@@ -102,7 +111,8 @@ class Service:
         An upgrade that runs in another thread ends by an error.
         """
         self._is_stopping = True
-        self._stops.close()
+        with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
+            self._stops.close()
 
     async def broadcast(self, method: str, timeout_s: float = 10.0) -> list[Any]:
         """What every replica answers to ``method``, in no order."""
@@ -171,7 +181,7 @@ class Service:
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
         # Before the start, whose second half may fail.
-        self._stops.callback(end_ray)
+        self._stops.callback(ray.shutdown)  # Leaves one that was joined.
         self._stops.callback(self._await_upgrade)
         self._stops.callback(stop_serve)
         start_ray(self.config)

@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TextIO
@@ -62,16 +61,9 @@ def stop_serve() -> None:
     if not ray.is_initialized():
         return
     try:
-        with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
-            serve.shutdown()
+        serve.shutdown()
     except (RayError, RayServeException) as error:
         logger.warning("Serve did not stop: %s", error)
-
-
-def end_ray() -> None:
-    """End Ray, or leave it where it was joined."""
-    with contextlib.redirect_stdout(WithoutShutdownNoise(sys.stdout)):
-        ray.shutdown()
 
 
 def check_cluster(address: str) -> None:
