@@ -7,9 +7,9 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.ingress.errors import rate_limited
+from services.ingress.errors import ApiError, rate_limited
 from services.ingress.request_fields import TurnFields
 from wisp_core.contracts import Placement
 from wisp_core.errors import StoreUnavailableError
@@ -44,6 +44,22 @@ class PromptEstimator:
         if counted > 0 and fields.text_bytes > 0:
             known = self._bytes_per_token[tenant_id]
             self._bytes_per_token[tenant_id] = known + 0.05 * (fields.text_bytes / counted - known)
+
+
+def _request(
+    tenant: TenantSpec, turn_id: str, tokens: int, *, num_choices: int = 1, session_key: str = ""
+) -> TurnRequest:
+    return TurnRequest(
+        tenant_id=tenant.tenant_id,
+        turn_id=turn_id,
+        tokens=tokens,
+        requests_per_minute=tenant.requests_per_minute,
+        tokens_per_minute=tenant.tokens_per_minute,
+        max_concurrent_turns=tenant.max_concurrent_turns,
+        lease_s=LEASE_S,
+        num_choices=num_choices,
+        session_key=session_key,
+    )
 
 
 @dataclass
@@ -98,33 +114,36 @@ class TurnLimiter:
         Returns where the session lives, if it is placed: known by the same exchange. Whoever cancels this has to settle
         the turn: it may be counted already.
         """
-        request = TurnRequest(
-            tenant_id=tenant.tenant_id,
-            turn_id=turn_id,
-            tokens=tokens,
-            requests_per_minute=tenant.requests_per_minute,
-            tokens_per_minute=tenant.tokens_per_minute,
-            max_concurrent_turns=tenant.max_concurrent_turns,
-            lease_s=LEASE_S,
-            num_choices=num_choices,
-            session_key=session_key,
-        )
+        request = _request(tenant, turn_id, tokens, num_choices=num_choices, session_key=session_key)
         admission = await self._ask(request)
-        if not admission.allowed and await self._settle_ended(tenant.tenant_id):
-            admission = await self._ask(request)
+        if admission.which in (Limit.TOKENS, Limit.TURNS) and await self._settle_ended(tenant.tenant_id):
+            admission = await self._ask(replace(request, num_requests=0))
         if admission.allowed:
             return admission.placement
         await self.settle(turn_id, 0)
+        raise self._refusal(tenant, request, admission)
+
+    async def charge(self, tenant: TenantSpec) -> None:
+        """Take one request, and nothing else, for one that is no turn. Raises ApiError (429) if none is left."""
+        request, now_s = _request(tenant, "", 0, num_choices=0), time.time()
+        try:
+            admission = await self._store.admit(request, now_s)
+        except StoreUnavailableError:
+            admission = await self._fallback.admit(request, now_s)
+        if not admission.allowed:
+            raise self._refusal(tenant, request, admission)
+
+    def _refusal(self, tenant: TenantSpec, request: TurnRequest, admission: Admission) -> ApiError:
         limits = {
             Limit.REQUESTS: (tenant.requests_per_minute, 1),
-            Limit.TOKENS: (tenant.tokens_per_minute, tokens),
-            Limit.TURNS: (tenant.max_concurrent_turns, num_choices),
+            Limit.TOKENS: (tenant.tokens_per_minute, request.tokens),
+            Limit.TURNS: (tenant.max_concurrent_turns, request.num_choices),
         }
         assert admission.which is not None
         if admission.which is Limit.REQUESTS and admission.retry_after_s is not None:
             next_s = time.time() + admission.retry_after_s
             self._next_request_s[tenant.tenant_id] = (tenant.requests_per_minute, next_s)
-        raise rate_limited(admission, *limits[admission.which])
+        return rate_limited(admission, *limits[admission.which])
 
     async def _ask(self, request: TurnRequest) -> Admission:
         now_s = time.time()

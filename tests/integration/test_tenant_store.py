@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ from store_values import open_redis_store, tenant, turn
 
 from services.ingress.limits import TurnLimiter
 from wisp_core.store import keys as k
-from wisp_core.store.interface import Limit, Store
+from wisp_core.store.interface import Limit, Store, TurnRequest
 from wisp_core.store.redis_store import RedisStore
 from wisp_core.tenant_contracts import TenantUsage, TurnRecord
 
@@ -72,15 +73,48 @@ async def test_a_turn_above_the_limit_can_never_be_admitted(store: Store) -> Non
     assert (await store.admit(turn("b", 600), 1_800_000_000.0)).allowed
 
 
-async def test_a_refused_turn_takes_nothing(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("refused", "which"),
+    [
+        (turn("r", 300), Limit.TOKENS),
+        (turn("r", 601), Limit.TOKENS),
+        (turn("r", max_concurrent_turns=1), Limit.TURNS),
+        (turn("r", num_choices=2, max_concurrent_turns=1), Limit.TURNS),
+    ],
+)
+async def test_a_refused_turn_takes_a_request_and_nothing_else(
+    store: Store, refused: TurnRequest, which: Limit
+) -> None:
     now_s = 1_800_000_000.0
-    assert (await store.admit(turn("a", 600), now_s)).allowed
-    for i in range(10):
-        assert (await store.admit(turn(f"b{i}", 1), now_s)).which is Limit.TOKENS
-    later_s = now_s + 60
-    assert (await store.admit(turn("c0", 200), later_s)).allowed
-    assert (await store.admit(turn("c1", 200), later_s)).allowed
-    assert (await store.admit(turn("c2", 200), later_s)).allowed
+    assert (await store.admit(turn("a", 590), now_s)).allowed
+    assert (await store.admit(refused, now_s)).which is which
+    assert (await store.admit(replace(refused, num_requests=0), now_s)).which is which, "it asks again, at no cost"
+    assert (await store.admit(refused, now_s)).which is which
+    assert (await store.admit(refused, now_s)).which is Limit.REQUESTS
+    again = await store.admit(turn("b", 10), now_s)
+    assert (again.which, again.retry_after_s) == (Limit.REQUESTS, pytest.approx(20, abs=1e-3))
+    assert (await store.admit(turn("b", 10, max_concurrent_turns=2), now_s + 20)).allowed
+
+
+async def test_whoever_waits_as_told_has_a_request_again_too(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600, max_concurrent_turns=1), now_s)).allowed
+    assert (await store.admit(turn("b", 10), now_s)).retry_after_s == pytest.approx(1)
+    last = await store.admit(turn("b", 10), now_s)
+    assert (last.which, last.retry_after_s) == (Limit.TOKENS, pytest.approx(20, abs=1e-3))
+    assert (await store.admit(turn("b", 10), now_s + 20)).allowed
+    full = await store.admit(turn("c", 10, max_concurrent_turns=1), now_s + 40)
+    assert (full.which, full.retry_after_s) == (Limit.TURNS, pytest.approx(20, abs=1e-3))
+
+
+async def test_a_request_that_is_no_turn_takes_a_request_only(store: Store) -> None:
+    now_s = 1_800_000_000.0
+    assert (await store.admit(turn("a", 600, max_concurrent_turns=1), now_s)).allowed
+    for _ in range(2):
+        assert (await store.admit(turn("", 0, num_choices=0, max_concurrent_turns=1), now_s)).allowed
+    refused = await store.admit(turn("", 0, num_choices=0), now_s)
+    assert (refused.which, refused.retry_after_s) == (Limit.REQUESTS, pytest.approx(20, abs=1e-3))
+    assert (await store.admit(turn("b", 200, max_concurrent_turns=2), now_s + 20)).allowed
 
 
 async def test_settling_gives_back_unused_tokens_once(store: Store) -> None:

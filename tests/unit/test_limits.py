@@ -238,3 +238,30 @@ async def test_a_refused_client_that_leaves_does_not_undo_the_end_of_another_s_t
     store.may_go_on.set()
     await ending
     await limiter.admit(TENANT, "t2", 600)
+
+
+@pytest.mark.parametrize(("tokens", "num_choices"), [(300, 1), (601, 1), (1, 2), (1, 3)])
+async def test_a_turn_that_is_refused_takes_one_request(clock: Clock, tokens: int, num_choices: int) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    await limiter.admit(TENANT, "t0", 400)
+    for number in range(3):
+        with pytest.raises(ApiError) as caught:
+            await limiter.admit(TENANT, f"r{number}", tokens, num_choices=num_choices)
+        assert "requests per min" not in caught.value.error["message"]
+    error = await refusal(limiter, "r", 1)
+    assert error.error["message"].startswith("Rate limit reached on requests per min")
+    assert error.headers["retry-after"] == "15"
+
+
+async def test_a_turn_that_asks_twice_since_another_has_just_ended_takes_one_request(clock: Clock) -> None:
+    limiter = TurnLimiter(MemoryStore())
+    await limiter.admit(TENANT, "t0", 600)
+    ending = asyncio.create_task(limiter.settle("t0", 600, delay_s=60.0))
+    await asyncio.sleep(0)
+    await refusal(limiter, "r", 1)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    for _ in range(2):
+        await limiter.charge(TENANT)
+    with pytest.raises(ApiError, match="requests per min"):
+        await limiter.charge(TENANT)

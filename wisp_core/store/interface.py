@@ -35,14 +35,21 @@ class TurnRequest:
     max_concurrent_turns: int
     lease_s: float
     num_choices: int = 1
-    """Answers that are generated at once: each takes a place of ``max_concurrent_turns``."""
+    """Answers that are generated at once: each takes a place of ``max_concurrent_turns``.
+
+    0: no turn, only a request that was refused, and takes neither tokens nor a place.
+    """
+    num_requests: int = 1
+    """What it takes of ``requests_per_minute``; 0 for a turn that was refused just now and asks again."""
     session_key: str = ""
     """The session whose placement is read in the same exchange."""
 
     @property
     def places(self) -> list[str]:
         """The names of its places among the tenant's running turns; the first is the turn's own."""
-        return [self.turn_id, *(f"{self.turn_id}#{number}" for number in range(1, self.num_choices))]
+        return [self.turn_id, *(f"{self.turn_id}#{number}" for number in range(1, self.num_choices))][
+            : self.num_choices
+        ]
 
 
 @dataclass(frozen=True)
@@ -184,8 +191,9 @@ class TenantStore(Protocol):
         ...
 
     async def admit(self, turn: TurnRequest, now_s: float) -> Admission:
-        """Take one request, ``turn.tokens`` tokens and the turn's places from the tenant's limits, or nothing.
+        """Take one request, ``turn.tokens`` tokens and the turn's places from the tenant's limits.
 
+        A turn that is refused takes the request only, or nothing if none is left.
         A turn that is admitted already stays so and takes nothing: whoever got no answer may ask again. Rates are token
         buckets that hold one minute's worth and refill evenly. ``now_s`` is Unix time.
         """

@@ -236,21 +236,28 @@ class MemoryStore:
             del turns[turn_id]
         if turn.turn_id in turns:
             return Admission(True, placement=await self._placement(turn.session_key))
+        full_s = self._full_after(turn, Limit.REQUESTS, turn.num_requests, turn.requests_per_minute, now_s)
+        if full_s - now_s - 60 > 1e-6:
+            return Admission(False, full_s - now_s - 60, Limit.REQUESTS)
+        self._full_at_s[turn.tenant_id, Limit.REQUESTS] = full_s
+        if not turn.places:
+            return Admission(True)
+        next_request_s = full_s + 60 / turn.requests_per_minute - now_s - 60
         if len(turns) + turn.num_choices > turn.max_concurrent_turns:
             can_ever = turn.num_choices <= turn.max_concurrent_turns
-            return Admission(False, 1.0 if can_ever else None, Limit.TURNS)
-        full_at_s: dict[Limit, float] = {}
-        costs = ((Limit.REQUESTS, 1, turn.requests_per_minute), (Limit.TOKENS, turn.tokens, turn.tokens_per_minute))
-        for which, cost, per_minute in costs:
-            if cost > per_minute:
-                return Admission(False, None, which)
-            full_s = max(now_s, self._full_at_s.get((turn.tenant_id, which), 0.0)) + cost * 60 / per_minute
-            if full_s - now_s - 60 > 1e-6:
-                return Admission(False, full_s - now_s - 60, which)
-            full_at_s[which] = full_s
-        self._full_at_s.update({(turn.tenant_id, which): full_s for which, full_s in full_at_s.items()})
+            return Admission(False, max(1.0, next_request_s) if can_ever else None, Limit.TURNS)
+        if turn.tokens > turn.tokens_per_minute:
+            return Admission(False, None, Limit.TOKENS)
+        full_s = self._full_after(turn, Limit.TOKENS, turn.tokens, turn.tokens_per_minute, now_s)
+        if full_s - now_s - 60 > 1e-6:
+            return Admission(False, max(full_s - now_s - 60, next_request_s), Limit.TOKENS)
+        self._full_at_s[turn.tenant_id, Limit.TOKENS] = full_s
         turns.update(dict.fromkeys(turn.places, now_s + turn.lease_s))
         return Admission(True, placement=await self._placement(turn.session_key))
+
+    def _full_after(self, turn: TurnRequest, which: Limit, amount: int, per_minute: int, now_s: float) -> float:
+        """When a tenant's bucket will be full again, once ``amount`` is taken from it."""
+        return max(now_s, self._full_at_s.get((turn.tenant_id, which), 0.0)) + amount * 60 / per_minute
 
     async def renew_turn(self, turn: TurnRequest, now_s: float) -> None:
         """See Store."""

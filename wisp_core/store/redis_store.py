@@ -292,6 +292,7 @@ class RedisStore:
             turn.tokens,
             turn.max_concurrent_turns,
             turn.lease_s,
+            turn.num_requests,
             *turn.places,
         ]
         which, *rest = await self._connection.run(scripts.ADMIT, keys, args)

@@ -59,34 +59,39 @@ placement JSON, its time in s, session key, TTL ms, longest index. Returns the J
 ADMIT = """
 local now = tonumber(ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[1])
-if redis.call('ZSCORE', KEYS[3], ARGV[7]) then return {'', '', redis.call('HGET', KEYS[4], 'placement')} end
-local places, most = #ARGV - 6, tonumber(ARGV[5])
-if redis.call('ZCARD', KEYS[3]) + places > most then return {'turns', places > most and '' or '1'} end
-local full_at = {}
-local names = {'requests', 'tokens'}
-local costs = {1, tonumber(ARGV[4])}
-for i = 1, 2 do
-  local per_minute = tonumber(ARGV[1 + i])
-  if costs[i] > per_minute then return {names[i], ''} end
-  local full = math.max(now, tonumber(redis.call('GET', KEYS[i]) or '0')) + costs[i] * 60 / per_minute
-  local wait = full - now - 60
-  if wait > 1e-6 then return {names[i], string.format('%.6f', wait)} end
-  full_at[i] = full
+if ARGV[8] and redis.call('ZSCORE', KEYS[3], ARGV[8]) then return {'', '', redis.call('HGET', KEYS[4], 'placement')} end
+local function full_after(key, amount, per_minute)
+  return math.max(now, tonumber(redis.call('GET', key) or '0')) + amount * 60 / per_minute
 end
-for i = 1, 2 do
-  redis.call('SET', KEYS[i], string.format('%.6f', full_at[i]), 'PX', math.ceil((full_at[i] - now) * 1000) + 1000)
+local function keep(key, full)
+  redis.call('SET', key, string.format('%.6f', full), 'PX', math.ceil((full - now) * 1000) + 1000)
 end
-for i = 7, #ARGV do redis.call('ZADD', KEYS[3], now + tonumber(ARGV[6]), ARGV[i]) end
+local function refused(limit, wait) return {limit, wait and string.format('%.6f', wait) or ''} end
+local requests_per_minute, tokens_per_minute = tonumber(ARGV[2]), tonumber(ARGV[3])
+local full = full_after(KEYS[1], tonumber(ARGV[7]), requests_per_minute)
+if full - now - 60 > 1e-6 then return refused('requests', full - now - 60) end
+keep(KEYS[1], full)
+local places, most, tokens = #ARGV - 7, tonumber(ARGV[5]), tonumber(ARGV[4])
+if places == 0 then return {'', '', false} end
+local next_request = full + 60 / requests_per_minute - now - 60
+if places > most then return refused('turns') end
+if redis.call('ZCARD', KEYS[3]) + places > most then return refused('turns', math.max(1, next_request)) end
+if tokens > tokens_per_minute then return refused('tokens') end
+full = full_after(KEYS[2], tokens, tokens_per_minute)
+if full - now - 60 > 1e-6 then return refused('tokens', math.max(full - now - 60, next_request)) end
+keep(KEYS[2], full)
+for i = 8, #ARGV do redis.call('ZADD', KEYS[3], now + tonumber(ARGV[6]), ARGV[i]) end
 redis.call('PEXPIRE', KEYS[3], math.ceil(tonumber(ARGV[6]) * 1000) + 1000)
 return {'', '', redis.call('HGET', KEYS[4], 'placement')}
 """
-"""Admit a turn against requests and tokens per minute and places for turns: all three or none, and only once.
+"""Admit a turn against requests and tokens per minute and places for turns: once, however often it asks.
 
+A turn that is refused takes its request all the same, and nothing else; one without places asks for no more than that.
 A bucket is kept as the time at which it will be full again; what is missing from it now is that time's distance.
 KEYS: requests bucket, tokens bucket, places taken, the session's placement hash. ARGV: now s, requests per minute,
-tokens per minute, tokens, most places, lease s, then the turn's places. Returns {'', '', the placement's JSON or nil}
-if admitted, else {limit, seconds to wait, '' if it can never be}. When a running turn will end is not known, so a full
-house says one second.
+tokens per minute, tokens, most places, lease s, requests, then the turn's places. Returns {'', '', the placement's JSON
+or nil} if admitted, else {limit, seconds to wait, '' if it can never be}: as long as both buckets need. When a running
+turn will end is not known, so a full house says one second.
 """
 
 RECORD_TURN = """
@@ -159,4 +164,7 @@ another one, or none, is there.
 """
 
 REPEATABLE = frozenset({WRITE_SIGNATURES, PLACE, ADMIT, SETTLE, ACQUIRE_LEASE, RELEASE_LEASE})
-"""Scripts that leave the same when they run twice in a row, and answer the same where somebody reads the answer."""
+"""Scripts that leave the same when they run twice in a row, and answer the same where somebody reads the answer.
+
+Except that a turn which ``ADMIT`` refuses twice, as its first answer was lost, takes two requests.
+"""
