@@ -81,11 +81,13 @@ class Replica:
 
         ``first`` is the body's first piece: each item by handle costs a millisecond.
 
-        ``routing`` is for the router only. Raises EngineUnavailableError when the engine is gone; if nothing was
-        yielded yet, the caller may try elsewhere.
+        ``routing`` is for the router only. The status is 503 while the engine is being started again. Raises
+        EngineUnavailableError when it ends meanwhile; if nothing was yielded yet, the caller may try elsewhere.
         """
         if not self._state.can_serve:
-            raise EngineUnavailableError("this replica's engine is being restarted")
+            # Not raised: Serve would log a traceback of each turn that asks meanwhile.
+            yield self._head(ResponseHead(503, {}), b"")
+            return
         ended, started_s = self._state.engine_ended, time.monotonic()
         if session_key and prompt_key:
             self._state.prompt_groups.note(session_key, prompt_key)

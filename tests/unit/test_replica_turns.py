@@ -59,3 +59,10 @@ async def test_an_answer_that_a_dead_engine_cuts_is_told_as_lost(dies_before: in
     with pytest.raises(EngineUnavailableError, match="ended during this turn"):
         await asked(DyingEngine(dies_before), pieces)
     assert b"second" not in b"".join(pieces)
+
+
+async def test_a_turn_that_meets_no_engine_is_sent_elsewhere_without_an_error() -> None:
+    replica = OnEngine(DyingEngine(is_dead=True))
+    assert [item async for item in replica.http(path="/v1/completions", body=b"{}")] == [
+        {"status": 503, "headers": {}, "replica_id": "r1", "first": b""}
+    ]
