@@ -86,7 +86,7 @@ class TenantAdmin:
             tenant = TenantSpec(key_sha256=(_sha256(key),), **new.model_dump())
             if not await self._store.write_tenant(tenant, replaces=stored):
                 raise _conflict(f"There is a tenant '{new.tenant_id}' already.")
-            await self._directory.refresh()
+            await self._directory.know(tenant.tenant_id, tenant)
         return {**show(tenant), "key": key}
 
     async def limit(self, tenant_id: str, limits: TenantLimits) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class TenantAdmin:
             if (await self._get(tenant_id)).is_from_file:
                 raise _conflict("The service's file declares this tenant: remove it there.")
             await self._store.delete_tenant(tenant_id)
-            await self._directory.refresh()
+            await self._directory.know(tenant_id, None)
 
     async def _change(self, tenant_id: str, edit: Callable[[TenantSpec], dict[str, Any]]) -> TenantSpec:
         """Read, edit and write, from the beginning whenever another ingress was faster."""
@@ -128,7 +128,7 @@ class TenantAdmin:
             update = await asyncio.to_thread(edit, tenant)
             changed = tenant.model_copy(update={**update, "at_s": time.time()})
             if await self._store.write_tenant(changed, replaces=tenant):
-                await self._directory.refresh()
+                await self._directory.know(tenant_id, changed)
                 return changed
         raise _conflict("Others keep changing this tenant. Please retry.")
 

@@ -42,6 +42,11 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
+def client_gone() -> ApiError:
+    """499: nobody reads it, but it is counted."""
+    return ApiError(499, "The request ended early.")
+
+
 def invalid_key() -> ApiError:
     """401: no key, or one that belongs to nobody."""
     return ApiError(

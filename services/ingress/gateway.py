@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from services.config import ServiceConfig
 from services.ingress import request_fields as fields_of
@@ -29,12 +29,13 @@ from services.ingress.sessions import (
     prompt_key,
 )
 from services.ingress.tenants import TenantDirectory
-from services.ingress.turn import CLIENT_GONE, Reply, RunningTurn
+from services.ingress.turn import CLIENT_GONE, Arrival, Reply, RunningTurn, status_of
 from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.interface import SessionStore
 from wisp_core.tenant_contracts import Isolation, TenantSpec, TurnRecord
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 PARSED_HERE_BYTES = 64 << 10
 """Larger bodies are parsed in a thread, one at a time: that can take a tenth of a second."""
@@ -80,7 +81,7 @@ class Gateway:
         self._metrics = metrics
         self._estimator = PromptEstimator()
         self._large_body = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._max_model_len = int(config.replica.engine.get("max_model_len") or DEFAULT_MAX_MODEL_LEN)
 
     @property
@@ -92,15 +93,15 @@ class Gateway:
         """The tenant of a request. Raises ApiError (401)."""
         return await self._tenants.authenticate(headers.get("authorization"))
 
-    async def turn(self, path: str, headers: Mapping[str, str], raw: bytes, tenant: TenantSpec) -> Reply:
+    async def turn(self, path: str, headers: Mapping[str, str], raw: bytes, arrival: Arrival) -> Reply:
         """Answer one chat completion or completion. Raises ApiError."""
-        async with self.charging(tenant):
-            fields = await self._parse(path, raw)
-            if fields.model != self.model:
-                raise unknown_model(fields.model)
-            session = identify(tenant.tenant_id, fields.user, headers.get(SESSION_HEADER))
-            salt = cache_salt(self._salt_secret, tenant.tenant_id, headers.get(SALT_HEADER))
-        running = await self._admit(tenant, session, fields)
+        fields = await self._parse(path, raw, arrival)
+        if fields.model != self.model:
+            raise unknown_model(fields.model)
+        tenant_id = arrival.tenant.tenant_id
+        session = identify(tenant_id, fields.user, headers.get(SESSION_HEADER))
+        salt = cache_salt(self._salt_secret, tenant_id, headers.get(SALT_HEADER))
+        running = await self._admit(arrival, session, fields)
         try:
             reply = await self._answer(path, running, salt)
         except BaseException as error:
@@ -110,55 +111,67 @@ class Gateway:
         ids = {SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id, REQUEST_HEADER: running.turn_id}
         return Reply(reply.status, {**reply.headers, **ids}, reply.body)
 
-    @contextlib.contextmanager
-    def arriving(self, tenant: TenantSpec) -> Iterator[None]:
-        """A request, from before its body is read until its answer is here. Raises ApiError (429)."""
-        try:
-            self._limiter.arrive(tenant)
-        except ApiError as error:
-            self._metrics.count_refusal(tenant.tenant_id, error.status)
-            raise
-        try:
-            yield
-        finally:
-            self._limiter.leave(tenant)
-
     @contextlib.asynccontextmanager
-    async def charging(self, tenant: TenantSpec) -> AsyncIterator[None]:
-        """A request that is refused in here takes one of its tenant's; if none is left it is refused for that (429)."""
+    async def arriving(self, tenant: TenantSpec) -> AsyncIterator[Arrival]:
+        """A request, from before its body is read until its answer is here. Raises ApiError (429).
+
+        However it ends, it takes one of its tenant's, once: as a turn that asks to be admitted, else by its end in
+        here. If none is left it is refused for that.
+        """
+        arrival = Arrival(tenant)
         try:
-            yield
+            await self._limiter.arrive(tenant)
         except ApiError as error:
-            turn_id = new_turn_id(tenant.tenant_id)
-            try:
-                await self._limiter.admit(tenant, turn_id, 0)
-            except ApiError as refused:
-                self._metrics.count_refusal(tenant.tenant_id, refused.status)
-                raise
-            finally:
-                self._spawn(self._limiter.settle(turn_id, 0))
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise
+        try:
+            yield arrival
+        except BaseException as error:
+            if not arrival.is_charged:
+                arrival.is_charged = True
+                charging = self._spawn(self._charge(tenant, error))
+                if isinstance(error, ApiError) and (refused := await asyncio.shield(charging)) is not None:
+                    raise refused from None
+            raise
+        finally:
+            arrival.when_parsed(lambda: self._limiter.leave(tenant))
 
-    async def _parse(self, path: str, raw: bytes) -> TurnFields:
+    async def _charge(self, tenant: TenantSpec, error: BaseException) -> ApiError | None:
+        """Take a request for one that ended by ``error``; what to answer instead if none is left."""
+        refused: ApiError | None = None
+        try:
+            await self._limiter.charge(tenant)
+        except ApiError as none_left:
+            refused = none_left
+        self._metrics.count_refusal(tenant.tenant_id, status_of(refused or error))
+        return refused
+
+    async def _parse(self, path: str, raw: bytes, arrival: Arrival) -> TurnFields:
         if len(raw) <= PARSED_HERE_BYTES:
             return fields_of.parse(path, raw)
-        async with self._large_body:
-            return await asyncio.to_thread(fields_of.parse, path, raw)
+        await self._large_body.acquire()
+        # A thread cannot be stopped: until it ends it keeps the lock, and the request its place, whoever has left.
+        arrival.parsing = asyncio.get_running_loop().run_in_executor(None, fields_of.parse, path, raw)
+        arrival.when_parsed(self._large_body.release)
+        return await asyncio.shield(arrival.parsing)
 
-    async def _admit(self, tenant: TenantSpec, session: Session, fields: TurnFields) -> RunningTurn:
+    async def _admit(self, arrival: Arrival, session: Session, fields: TurnFields) -> RunningTurn:
+        tenant = arrival.tenant
         prompt_tokens = self._estimator.tokens(tenant.tenant_id, fields)
         reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
         turn_id = new_turn_id(tenant.tenant_id)
+        arrival.is_charged = True
+        admission = self._limiter.admit(
+            tenant, turn_id, reserved_tokens, session.session_key, num_choices=fields.num_choices
+        )
+        admitting = asyncio.ensure_future(admission)
         try:
-            placement = await self._limiter.admit(
-                tenant, turn_id, reserved_tokens, session.session_key, num_choices=fields.num_choices
-            )
+            placement = await asyncio.shield(admitting)
         except ApiError as error:
             self._metrics.count_refusal(tenant.tenant_id, error.status)
             raise
         except BaseException:  # above all a client that has gone
-            self._spawn(self._limiter.settle(turn_id, 0))
+            self._spawn(self._undo(admitting, turn_id))
             raise
         self._metrics.begin_turn()
         return RunningTurn(
@@ -170,6 +183,11 @@ class Gateway:
             reserved_tokens=reserved_tokens,
             placement=placement,
         )
+
+    async def _undo(self, admitting: asyncio.Future[Any], turn_id: str) -> None:
+        """End a turn that nobody waits for any more, once it is admitted or refused."""
+        await asyncio.wait((admitting,))
+        await self._limiter.settle(turn_id, 0)
 
     def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
         """Tokens that a turn may use: its prompt and ``n`` answers of the length it asks for."""
@@ -292,10 +310,11 @@ class Gateway:
         with contextlib.suppress(StoreUnavailableError):
             await self._store.record_turn(record)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def drain(self) -> None:
         """Wait until every finished turn is accounted for."""

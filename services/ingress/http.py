@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,7 +23,7 @@ from services.ingress.admin import TenantAdmin
 from services.ingress.admin_routes import operator_routes
 from services.ingress.body import read_body
 from services.ingress.cluster import Cluster
-from services.ingress.errors import ApiError, bad_request, unavailable, unknown_model
+from services.ingress.errors import ApiError, client_gone, unavailable, unknown_model
 from services.ingress.gateway import Gateway
 from services.ingress.openapi import routes
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
@@ -92,17 +92,19 @@ def build_app(
 ) -> Starlette:
     """The public HTTP interface."""
     operator = operator_routes(cluster, tenants, http, admin_key=admin_key, metrics_key=metrics_key)
-    return Starlette(
+    app = Starlette(
         routes=[*_openai_routes(gateway, http), *operator],
         middleware=[Middleware(HeadCheck, max_header_bytes=http.max_header_bytes)],
         exception_handlers={
             ApiError: _on_api_error,
             HTTPException: _on_http_error,
             StoreUnavailableError: _on_store_error,
-            ClientDisconnect: _on_disconnect,
             Exception: _on_any_error,
         },
     )
+    # They would go out before any key is checked, to the host that the client names, by HTTP without TLS.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
@@ -111,10 +113,9 @@ def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
 
     async def turn(path: str, request: Request) -> Response:
         tenant = await gateway.authenticate(request.headers)
-        with gateway.arriving(tenant):
-            async with gateway.charging(tenant):
-                body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
-            reply = await _while_connected(request, gateway.turn(path, request.headers, body, tenant))
+        async with gateway.arriving(tenant) as arrival:
+            body = await read_body(request, http.max_body_bytes, http.body_timeout_s)
+            reply = await _while_connected(request, gateway.turn(path, request.headers, body, arrival))
         if isinstance(reply.body, bytes):
             return Response(reply.body, reply.status, reply.headers)
         return TurnStream(reply, reply.body)
@@ -138,12 +139,12 @@ def _openai_routes(gateway: Gateway, http: HttpSettings) -> list[Route]:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """``work``'s result, once the body is read. Raises ClientDisconnect, ``work`` cancelled, when the client leaves."""
+    """``work``'s result, once the body is read. Raises ApiError (499), ``work`` cancelled, when the client leaves."""
     task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnect
+            raise client_gone()
         return task.result()
     finally:
         for future in (task, leaving):
@@ -169,10 +170,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_store_error(_: Request, error: Exception) -> Response:
     # Turns go on without the store; what an operator asks for does not.
     return _error_response(unavailable("The store does not answer."))
-
-
-async def _on_disconnect(_: Request, error: Exception) -> Response:
-    return _error_response(bad_request("The request ended early."))  # Nobody reads it.
 
 
 async def _on_any_error(_: Request, error: Exception) -> Response:

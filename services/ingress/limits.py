@@ -88,17 +88,18 @@ class TurnLimiter:
         self._next_request_s: dict[str, tuple[int, float]] = {}
         """Until when a tenant has no request left, Unix time, and of how many per minute."""
 
-    def arrive(self, tenant: TenantSpec) -> None:
+    async def arrive(self, tenant: TenantSpec) -> None:
         """Let a request in, before its body is read; ``leave`` when its answer is here. Raises ApiError (429).
 
-        Decided by what this process knows, before the request has cost anything: no more of a tenant's requests are
-        here at once than it may have turns, and none while it is known to have none left.
+        Decided by what this process knows: no more of a tenant's requests are here at once than it may have turns, for
+        which a request is taken, and none while it is known to have none left, which costs nothing.
         """
         tenant_id, now_s = tenant.tenant_id, time.time()
         per_minute, next_s = self._next_request_s.get(tenant_id, (0, 0.0))
         if now_s < next_s and per_minute == tenant.requests_per_minute:
             raise rate_limited(Admission(False, next_s - now_s, Limit.REQUESTS), per_minute, 1)
         if self._arriving[tenant_id] >= tenant.max_concurrent_turns:
+            await self.charge(tenant)
             raise rate_limited(Admission(False, 1.0, Limit.TURNS), tenant.max_concurrent_turns, 1)
         self._arriving[tenant_id] += 1
 

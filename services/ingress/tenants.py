@@ -110,6 +110,12 @@ class TenantDirectory:
             self._read_at_s = time.monotonic()
             self._index(tenants)
 
+    async def know(self, tenant_id: str, tenant: TenantSpec | None) -> None:
+        """A tenant as it was just written to the store; None: it was removed. In time also if the store goes now."""
+        async with self._lock:  # A refresh that is on its way may have read what was there before.
+            others = (one for one in self._tenants.values() if one.tenant_id != tenant_id)
+            self._index(others if tenant is None else (*others, tenant))
+
     async def _read(self) -> list[TenantSpec]:
         stored = {tenant.tenant_id: tenant for tenant in await self._store.list_tenants()}
         tenants = {name: tenant for name, tenant in stored.items() if not self.is_dropped(tenant)}

@@ -1,10 +1,10 @@
-"""One admitted turn and what it is charged."""
+"""One request, and, once it is admitted, its turn and what that is charged."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from services.ingress.errors import ApiError
@@ -17,6 +17,13 @@ from wisp_core.tenant_contracts import TenantSpec, TurnRecord
 CLIENT_GONE = 499
 
 
+def status_of(error: BaseException) -> int:
+    """What a request that ended by ``error`` counts as; a cancelled one has lost its client."""
+    if isinstance(error, ApiError):
+        return error.status
+    return CLIENT_GONE if isinstance(error, asyncio.CancelledError) else 500
+
+
 @dataclass(frozen=True)
 class Reply:
     """An answer to the client: a whole body, or a stream of pieces."""
@@ -24,6 +31,24 @@ class Reply:
     status: int
     headers: dict[str, str]
     body: bytes | AsyncGenerator[bytes, None]
+
+
+@dataclass
+class Arrival:
+    """A request that is here, and how far it has come."""
+
+    tenant: TenantSpec
+    is_charged: bool = False
+    """Whether one of its tenant's requests is taken, or about to be."""
+    parsing: asyncio.Future[TurnFields] | None = None
+    """A thread that parses its body."""
+
+    def when_parsed(self, act: Callable[[], None]) -> None:
+        """Call ``act`` as soon as no thread parses its body: now, perhaps."""
+        if self.parsing is None or self.parsing.done():
+            act()
+        else:
+            self.parsing.add_done_callback(lambda _: act())
 
 
 class RunningTurn:
@@ -63,11 +88,8 @@ class RunningTurn:
         self.ttft_s = time.monotonic() - self._began_s
 
     def mark_error(self, error: BaseException) -> None:
-        """The turn was answered by an error; a cancelled one has lost its client."""
-        if isinstance(error, ApiError):
-            self.status = error.status
-        else:
-            self.status = CLIENT_GONE if isinstance(error, asyncio.CancelledError) else 500
+        """The turn was answered by an error."""
+        self.status = status_of(error)
 
     def used(self) -> Usage:
         """Tokens used: as counted by the engine at the end, else by its last word before."""

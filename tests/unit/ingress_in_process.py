@@ -144,12 +144,18 @@ class Service:
     """An ingress in this process."""
 
     def __init__(
-        self, *, key_file: Path | None = None, started_s: float = 0.0, host: str = "127.0.0.1", **limits: Any
+        self,
+        *,
+        key_file: Path | None = None,
+        started_s: float = 0.0,
+        host: str = "127.0.0.1",
+        max_body_bytes: int = 10_000,
+        **limits: Any,
     ) -> None:
         self.handle, self.own_handle = ScriptedHandle(), ScriptedHandle()
         self.store, self.telemetry = MemoryStore(), Telemetry()
         config = ServiceConfig(
-            http=HttpSettings(host=host, max_body_bytes=10_000, max_header_bytes=2_000, body_timeout_s=0.2),
+            http=HttpSettings(host=host, max_body_bytes=max_body_bytes, max_header_bytes=2_000, body_timeout_s=0.2),
             model=ModelSettings(path="models/tiny"),
             replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
             tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
@@ -184,13 +190,16 @@ class Service:
     async def request(
         self,
         path: str,
-        body: bytes | list[bytes | float] = b"",
+        body: bytes | list[bytes | float | None] = b"",
         *,
         method: str = "GET",
         headers: dict[str, str] | None = None,
         leaves_after: int | None = None,
     ) -> Reply:
-        """One request; numbers in ``body`` are pauses; the client leaves after ``leaves_after`` pieces."""
+        """One request; the client leaves after ``leaves_after`` pieces of the answer.
+
+        Numbers in ``body`` are pauses; at None the client leaves.
+        """
         reply, has_left = Reply(), asyncio.Event()
         parts = [body] if isinstance(body, bytes) else list(body)
         given = {"host": "test", **({"authorization": f"Bearer {KEY}"} if headers is None else headers)}
@@ -198,6 +207,8 @@ class Service:
         async def receive() -> dict[str, Any]:
             if parts and isinstance(parts[0], float):
                 await asyncio.sleep(parts.pop(0))
+            if parts and parts[0] is None:
+                return {"type": "http.disconnect"}
             if parts:
                 return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
             await has_left.wait()

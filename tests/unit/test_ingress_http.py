@@ -260,3 +260,12 @@ async def test_status_shows_the_sessions_of_this_run_only() -> None:
     await service.store.record_turn(TurnRecord(session_key="a//new", replica_id="r1", at_s=time.time() + 1))
     rows = json.loads((await service.admin("/wisp/status")).body)["sessions"]
     assert [row["session_key"] for row in rows] == ["a//new"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/chat/completions/"), ("GET", "/healthz/"), ("GET", "/metrics/")]
+)
+async def test_no_path_leads_to_a_host_that_the_client_names(service: Service, method: str, path: str) -> None:
+    reply = await service.request(path, method=method, headers={"host": "evil.example"})
+    assert (reply.status, reply.error["message"]) == (404, f"Invalid URL ({method} {path})")
+    assert "location" not in reply.headers

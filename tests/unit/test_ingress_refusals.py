@@ -16,6 +16,7 @@ from services.ingress import request_fields
 from services.ingress.errors import ApiError
 from services.ingress.gateway import PARSED_HERE_BYTES
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH, MAX_NAMED_ERRORS, parse
+from services.ingress.turn import Arrival
 
 NEVER = 5.0
 """Seconds that no test waits: a body that comes this late is not read."""
@@ -78,6 +79,86 @@ async def test_clients_that_leave_while_their_body_is_read_make_room() -> None:
     assert (await service.chat()).status == 200
 
 
+async def leave(service: Service, *body: bytes | float, after_s: float = 0.02) -> None:
+    """Send a request, and have its task cancelled as the server does when it stops."""
+    leaving = asyncio.create_task(send(service, *body))
+    await asyncio.sleep(after_s)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await service.gateway.drain()
+
+
+LARGE = json.dumps({"model": "tiny", "prompt": "x" * PARSED_HERE_BYTES, "max_tokens": 1}).encode()
+
+
+async def test_a_client_that_leaves_has_sent_a_request_wherever_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(requests_per_minute=5, tokens_per_minute=1_000_000, max_body_bytes=1 << 20)
+    parse_at_once, is_parsing = request_fields.parse, threading.Event()
+
+    def parse_slowly(path: str, raw: bytes) -> Any:
+        is_parsing.wait(NEVER)
+        return parse_at_once(path, raw)
+
+    await leave(service, b"{", NEVER)  # while its body comes
+    assert (await service.request(COMPLETIONS_PATH, [b"{", None], method="POST")).status == 499
+    with monkeypatch.context() as patch:
+        patch.setattr(request_fields, "parse", parse_slowly)
+        await leave(service, LARGE)  # while its body is parsed
+        is_parsing.set()
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, forever.wait]]
+    await leave(service, json.dumps({"model": "tiny", "prompt": "x"}).encode())  # while its turn runs
+    service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
+    assert (await service.chat()).status == 200
+    reply = await service.chat()
+    assert (reply.status, reply.error["type"]) == (429, "requests")
+    assert 'wisp_ingress_turns_total{status="499",tenant="a"} 4.0' in service.telemetry.scrape()
+
+
+async def test_a_fault_of_ours_takes_a_request_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(requests_per_minute=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(request_fields, "parse", lambda path, raw: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await service.chat()
+    await service.gateway.drain()
+    assert (await service.chat()).status == 429
+
+
+async def test_a_body_whose_client_has_left_keeps_its_place_until_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(max_concurrent_turns=2, tokens_per_minute=1_000_000, max_body_bytes=1 << 20)
+    began, may_end, at_once = list[str](), threading.Event(), list[int]()
+
+    def parse_slowly(path: str, raw: bytes) -> Any:
+        began.append(path)
+        at_once.append(1)
+        may_end.wait(NEVER)
+        assert at_once.pop() == 1
+        assert not at_once, "one at a time"
+        raise ApiError(400, "no")
+
+    monkeypatch.setattr(request_fields, "parse", parse_slowly)
+    await leave(service, LARGE)
+    other = asyncio.create_task(send(service, LARGE))
+    await asyncio.sleep(0.02)
+    assert len(began) == 1
+    assert (await service.chat()).error["message"].startswith("Rate limit reached on concurrent turns")
+    may_end.set()
+    assert (await other).status == 400
+    assert len(began) == 2
+    assert not service.gateway._limiter._arriving["a"]
+
+
+async def test_one_turn_too_many_takes_a_request_before_its_body_is_read() -> None:
+    service = Service(max_concurrent_turns=1, requests_per_minute=3)
+    waiting = asyncio.create_task(send(service, b"{", 0.1, b"}"))
+    await asyncio.sleep(0.02)
+    assert [(await send(service, b"{}")).error["message"].split(":")[0] for _ in range(4)] == [
+        "Rate limit reached on concurrent turns"
+    ] * 3 + ["Rate limit reached on requests per min"]
+    assert (await waiting).status == 429, "none is left for this one either"
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_large_bodies_are_parsed_beside_the_event_loop_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, is_large: bool
@@ -97,7 +178,7 @@ async def test_large_bodies_are_parsed_beside_the_event_loop_one_at_a_time(
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
     tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
     service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]] * 3
-    turns = [asyncio.create_task(service.gateway.turn(CHAT_PATH, {}, body, tenant)) for _ in range(3)]
+    turns = [asyncio.create_task(service.gateway.turn(CHAT_PATH, {}, body, Arrival(tenant))) for _ in range(3)]
     assert [reply.status for reply in await asyncio.gather(*turns)] == [200] * 3
     await service.gateway.drain()
     assert [thread is not threading.main_thread() for thread in threads] == [is_large] * 3

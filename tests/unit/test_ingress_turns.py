@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from services.ingress.replicas import MAX_ATTEMPTS
+from services.ingress.turn import Arrival
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.store.interface import Admission
 
@@ -151,9 +152,8 @@ async def test_a_client_that_leaves_while_the_answer_starts_cancels_its_turn(ser
     service.handle.scripts = [[HEAD, EVENTS[0], forever.wait]]
 
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
-    reply = await service.gateway.turn(
-        "/v1/chat/completions", {}, body, await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
-    )
+    tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    reply = await service.gateway.turn("/v1/chat/completions", {}, body, Arrival(tenant))
     assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
     await service.gateway.drain()
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_while_its_turn_is_admitted_gives_its_place_b
     async def admit_slowly(*arguments: Any) -> Admission:
         admission = await admit(*arguments)
         is_counted.set()
-        await asyncio.sleep(10)
+        await asyncio.sleep(0.05)
         return admission
 
     with monkeypatch.context() as patch:
@@ -191,7 +191,7 @@ async def test_leaving_an_unstreamed_turn_is_no_way_around_the_quota() -> None:
     service.handle.scripts = [[HEAD, forever.wait]]
     tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}).encode()
-    turn = asyncio.create_task(service.gateway.turn("/v1/chat/completions", {}, body, tenant))
+    turn = asyncio.create_task(service.gateway.turn("/v1/chat/completions", {}, body, Arrival(tenant)))
     await asyncio.sleep(0.05)
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)

@@ -226,3 +226,35 @@ async def test_a_dedicated_tenant_reaches_its_own_replicas_only(service: Service
     # Rather no answer than one from a replica that others use.
     assert await status_with(service, "sk-lost") == 503
     assert len(service.handle.calls) == 1
+
+
+async def test_what_was_written_holds_here_though_the_store_goes_at_once() -> None:
+    store = GoingStore()
+    directory = TenantDirectory(store, lambda: [declare("a", KEY)])
+    await directory.refresh()
+    admin = TenantAdmin(store, directory, {})
+    for change in (admin.add(NewTenant(tenant_id="new")), admin.rotate("new", Rotation())):
+        key = (await change)["key"]
+        assert not store.is_available
+        assert (await directory.authenticate(f"Bearer {key}")).tenant_id == "new"
+        store.is_available = True
+    await admin.limit("new", TenantLimits(weight=3.0))
+    assert (await directory.authenticate(f"Bearer {key}")).weight == 3.0
+    store.is_available = True
+    await admin.remove("new")
+    with pytest.raises(ApiError) as caught:
+        await directory.authenticate(f"Bearer {key}")
+    assert (caught.value.status, store.is_available) == (401, False)
+
+
+class GoingStore(MemoryStore):
+    """Away as soon as an operator has changed something."""
+
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
+        written = await super().write_tenant(tenant, replaces)
+        self.is_available = tenant.is_from_file
+        return written
+
+    async def delete_tenant(self, tenant_id: str) -> None:
+        await super().delete_tenant(tenant_id)
+        self.is_available = False
