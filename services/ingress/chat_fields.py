@@ -13,6 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+"""Parts of content in all messages together: vLLM looks at each in the loop that all of a replica's turns share."""
+MAX_TOOL_CALLS = 1024
+"""Tool calls in all messages together."""
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_PROMPTS = 32

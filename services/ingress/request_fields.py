@@ -9,7 +9,16 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from services.ingress.chat_fields import MAX_MESSAGES, ChatFields, CommonFields, CompletionFields
+from services.ingress.chat_fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_SCHEMA_BYTES,
+    MAX_TOOL_CALLS,
+    ChatFields,
+    CommonFields,
+    CompletionFields,
+)
 from services.ingress.errors import ApiError, bad_request
 
 CHAT_PATH = "/v1/chat/completions"
@@ -78,6 +87,8 @@ def parse(path: str, raw: bytes) -> TurnFields:
     body = {name: value for name, value in body.items() if value is not None}
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        _check_number(messages, "content", "parts of content", MAX_PARTS)
+        _check_number(messages, "tool_calls", "tool calls", MAX_TOOL_CALLS)
         body["messages"] = [_clean_message(index, message) for index, message in enumerate(messages)]
     try:
         fields = _FIELDS[path].model_validate(body)
@@ -99,6 +110,15 @@ def _load(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request("The body must be a JSON object.")
     return body
+
+
+def _check_number(messages: list[Any], field: str, what: str, most: int) -> None:
+    """Raises ApiError for messages whose lists of this name have more than ``most`` items together."""
+    lists = (message.get(field) for message in messages if isinstance(message, dict))
+    number = sum(len(one) for one in lists if isinstance(one, list))
+    if number > most:
+        message = f"Invalid value for 'messages': {number} {what} ('messages[].{field}') in all, at most {most} fit."
+        raise bad_request(message, param="messages", code="invalid_value")
 
 
 def _clean_message(index: int, message: Any) -> Any:
@@ -127,6 +147,9 @@ def _refuse(error: ValidationError) -> NoReturn:
         raise bad_request(f"The body has {error.error_count()} unknown parameters or invalid values.")
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = _param(first["loc"])
+    if first["loc"] == ("prompt", "str"):  # None of the kinds that a prompt may be; the others' words come after it.
+        message = f"Invalid value for 'prompt': text, token ids, or 1 to {MAX_PROMPTS} of either, no token ids empty."
+        raise bad_request(message, param=param, code="invalid_value")
     if first["type"] == "missing":
         raise bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
@@ -168,6 +191,8 @@ def _turn_fields(fields: CommonFields) -> TurnFields:
         # Always asked of the engine: quotas and metrics need it, and streams that end early the tokens so far; taken
         # out again if the client did not ask.
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if isinstance(fields, ChatFields) and fields.tool_choice == "required":
+        _check_tools(fields)
     text_bytes, token_ids, num_prompts = _prompt_size(fields, body)
     max_tokens = fields.max_tokens
     if isinstance(fields, ChatFields):
@@ -186,6 +211,13 @@ def _turn_fields(fields: CommonFields) -> TurnFields:
         token_ids=token_ids,
         has_grammar=isinstance(fields, ChatFields) and _has_grammar(fields),
     )
+
+
+def _check_tools(fields: ChatFields) -> None:
+    """Raises ApiError where one grammar is made of all tools' schemas, and these are too long together."""
+    if len(json.dumps([tool.function.parameters for tool in fields.tools or ()])) > MAX_SCHEMA_BYTES:
+        message = f"With 'tool_choice' required the schemas of all 'tools' may have at most {MAX_SCHEMA_BYTES} bytes."
+        raise bad_request(message, param="tools", code="invalid_value")
 
 
 def _has_grammar(fields: ChatFields) -> bool:

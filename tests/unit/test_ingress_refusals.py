@@ -13,6 +13,7 @@ from ingress_in_process import ANSWER, HEAD, KEY, OTHER_KEY, Reply, Service
 from pydantic import ValidationError
 
 from services.ingress import request_fields
+from services.ingress.chat_fields import MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOL_CALLS
 from services.ingress.errors import ApiError
 from services.ingress.gateway import PARSED_HERE_BYTES
 from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH, MAX_NAMED_ERRORS, parse
@@ -194,7 +195,7 @@ async def test_large_bodies_are_parsed_beside_the_event_loop_one_at_a_time(
         (COMPLETIONS_PATH, {"prompt": "x", "stop": [1] * 1000}),
         (COMPLETIONS_PATH, {"prompt": "x", "logit_bias": {f"x{number}": 1 for number in range(1000)}}),
         (CHAT_PATH, {"messages": [{"a": {}}] * 1000}),
-        (CHAT_PATH, {"messages": [{"role": "user", "content": [{}] * 200}] * 100}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{}] * 200}] * 5}),
         (CHAT_PATH, {"messages": [{"role": "assistant", "tool_calls": [{}] * 1000}]}),
         (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * 1000}),
         (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "modalities": [1] * 1000}),
@@ -229,3 +230,45 @@ def test_a_great_many_unknown_fields_are_not_listed() -> None:
     with pytest.raises(ApiError, match="has 101 unknown parameters") as caught:
         parse(CHAT_PATH, json.dumps({"model": "m", "messages": [message]}).encode())
     assert caught.value.status == 400
+
+
+TEXT = {"type": "text", "text": "x"}
+CALLED = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "number", "most"),
+    [
+        ("content", {"role": "user", "content": [TEXT] * 256}, 1280, MAX_PARTS),
+        ("tool_calls", {"role": "assistant", "tool_calls": [CALLED] * 128}, 1152, MAX_TOOL_CALLS),
+    ],
+)
+def test_lists_of_all_messages_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch, field: str, message: dict[str, Any], number: int, most: int
+) -> None:
+    num_messages = number // len(message[field])
+    fits = {"model": "m", "messages": [message] * (num_messages - 1)}
+    assert len(parse(CHAT_PATH, json.dumps(fits).encode()).body["messages"]) == num_messages - 1
+    monkeypatch.setattr(request_fields, "_clean_message", lambda index, message: pytest.fail("looked at one"))
+    with pytest.raises(ApiError) as caught:
+        parse(CHAT_PATH, json.dumps({"model": "m", "messages": [message] * num_messages}).encode())
+    assert caught.value.error["param"] == "messages"
+    assert f"{number} " in str(caught.value)
+    assert f"('messages[].{field}') in all, at most {most} fit" in str(caught.value)
+
+
+def test_schemas_that_make_one_grammar_are_bounded_together() -> None:
+    schema = {"type": "object", "description": "x" * (MAX_SCHEMA_BYTES // 2)}
+    tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": schema}} for number in range(2)]
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    parse(CHAT_PATH, json.dumps({**body, "tool_choice": "auto"}).encode())
+    with pytest.raises(ApiError, match=f"at most {MAX_SCHEMA_BYTES} bytes") as caught:
+        parse(CHAT_PATH, json.dumps({**body, "tool_choice": "required"}).encode())
+    assert (caught.value.status, caught.value.error["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [[1], []], ["x", [1]], 5, ["x"] * 33])
+def test_a_prompt_of_no_kind_is_told_all_kinds(prompt: Any) -> None:
+    with pytest.raises(ApiError, match="'prompt': text, token ids, or 1 to 32 of either, no token ids empty") as caught:
+        parse(COMPLETIONS_PATH, json.dumps({"model": "m", "prompt": prompt}).encode())
+    assert (caught.value.status, caught.value.error["param"]) == (400, "prompt")
