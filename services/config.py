@@ -242,7 +242,8 @@ class ServiceConfig(Section):
     def load(cls, path: Path) -> ServiceConfig:
         """Read and validate ``path``. Raises ConfigurationError that lists every bad setting."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+            with path.open(encoding="utf-8") as file:  # Of which YAML's messages tell the name.
+                return cls.model_validate(yaml.safe_load(file))
         except OSError as error:
             raise ConfigurationError(f"--config {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

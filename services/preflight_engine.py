@@ -18,7 +18,7 @@ from typing import Any
 
 from services.config import ModelSettings, ReplicaSettings
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
-from wisp_core.pager.support import refuse_misplaced, refused_experts
+from wisp_core.pager.support import refuse_misplaced, refused_arguments, refused_experts
 from wisp_core.planner.model_shape import ModelShape, read_shape
 
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
@@ -28,6 +28,7 @@ _PARSERS = {
     "reasoning_parser": ("reasoning/__init__.py", "reasoning_parser_plugin"),
 }
 """Arguments that name a parser: vLLM's file that registers them, and the argument that adds others."""
+_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _LONGER_THAN_THE_MODEL = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _DENSE_SURE = 0.9
 """Part of the dense weights, as read from config.json, that an engine has for certain."""
@@ -54,7 +55,9 @@ def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
 def check_arguments(replica: ReplicaSettings) -> None:
     """Raises ConfigurationError for engine arguments, all at once, that vLLM does not have or that cannot be."""
     types = argument_types()
-    problems = []
+    problems = [f"replica.engine.{name}: {why}" for name, why in sorted(refused_arguments(replica.engine).items())]
+    if (dtype := replica.engine.get("dtype")) is not None and dtype not in _DTYPES:
+        problems.append(f"replica.engine.dtype: vLLM has no {dtype!r}; it has {', '.join(_DTYPES)}")
     for name, value in sorted(replica.engine.items()) if types else ():
         problem = _type_problem(types[name], value) if name in types else _unknown(name, types)
         if problem is None and name in _PARSERS:

@@ -132,7 +132,12 @@ def _join(address: str, config: ServiceConfig) -> None:
 def _signals_wait() -> Iterator[None]:
     """Have SIGINT and SIGTERM wait until exit: a start of Ray that is interrupted crashes or leaves processes."""
     waiting = list[int]()
-    with _signals_do(lambda number, _: waiting.append(number)):
+
+    def wait(number: int, _: FrameType | None) -> None:
+        waiting.append(number)
+        logger.warning("interrupted: Ray is being started, and stops then")
+
+    with _signals_do(wait):
         yield
     for number in waiting[:1]:
         signal.raise_signal(number)

@@ -20,7 +20,9 @@ def read_service_file(state_dir: Path) -> dict[str, Any]:
     except OSError as error:
         if is_owned(state_dir):
             raise ConfigurationError(f"the service with state_dir {state_dir} is starting, or stopping") from error
-        raise ConfigurationError(f"no service runs with state_dir {state_dir}: start one with `wisp serve`") from error
+        raise ConfigurationError(
+            f"no service runs with state_dir {state_dir}: start one with `wisp serve`, or name another by --state-dir"
+        ) from error
     return facts
 
 

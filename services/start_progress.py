@@ -18,9 +18,14 @@ _POLL_PERIOD_S = 0.5
 
 
 @contextlib.contextmanager
-def progress_to(say: Callable[[str], None], *, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Say where the logs are as soon as that is known, and what is ready every ``period_s``, until exit."""
-    ended = threading.Event()
+def progress_to(
+    say: Callable[[str], None], *, until: threading.Event | None = None, period_s: float = PERIOD_S
+) -> Iterator[None]:
+    """Say where the logs are as soon as that is known, and what is ready every ``period_s``.
+
+    Ends at exit, or once ``until`` is set.
+    """
+    ended = until or threading.Event()
     teller = threading.Thread(target=_tell, args=(say, ended, period_s), name="start-progress", daemon=True)
     teller.start()
     try:
@@ -38,6 +43,8 @@ def _tell(say: Callable[[str], None], ended: threading.Event, period_s: float) -
         while not ray.is_initialized():
             if ended.wait(_POLL_PERIOD_S):
                 return
+        if ended.is_set():
+            return
         say(f"logs are in {log_directory()}")
         while not ended.wait(period_s) and ray.is_initialized():
             say(f"{time.monotonic() - started_s:.0f} s, ready: {what_is_ready(serve.status())}")

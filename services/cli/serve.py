@@ -40,11 +40,11 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then stop cleanly. Raises ConfigurationError."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, redis_url)
-    interrupt_by_signals()
+    interrupted = interrupt_by_signals()
     with checked_start(config), contextlib.ExitStack() as stack:
         service = Service(config)
         announce_start(config)
-        with progress_to(lambda line: typer.echo(f"wisp: {line}", err=True)):
+        with progress_to(lambda line: typer.echo(f"wisp: {line}", err=True), until=interrupted):
             stack.enter_context(service)
         stopped = catch_stop_signals()
         upgrades = Upgrades(service, partial(load_config, redis_url=redis_url))
@@ -55,15 +55,18 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
         typer.echo("wisp: stopping", err=True)
 
 
-def interrupt_by_signals() -> None:
-    """Have SIGINT and SIGTERM interrupt the start, and say so: stopping what has been started takes seconds."""
+def interrupt_by_signals() -> threading.Event:
+    """Have SIGINT and SIGTERM interrupt the start, set this and say so: stopping what was started takes seconds."""
+    interrupted = threading.Event()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        interrupted.set()
         typer.echo("wisp: interrupted, stopping", err=True)
         signal.default_int_handler(signum, frame)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+    return interrupted
 
 
 def catch_stop_signals() -> threading.Event:

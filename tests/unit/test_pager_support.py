@@ -59,9 +59,9 @@ def test_plain_engines_pass() -> None:
     [
         ({"use_ep": True}, "--enable-expert-parallel"),
         ({"enable_eplb": True}, "--enable-eplb"),
-        ({"tensor": 2}, "--tensor-parallel-size 2: untested"),
-        ({"pipeline": 2}, "--pipeline-parallel-size 2"),
-        ({"data": 2}, "--data-parallel-size 2"),
+        ({"tensor": 2}, "--tensor-parallel-size: 2 is untested"),
+        ({"pipeline": 2}, "--pipeline-parallel-size: 2"),
+        ({"data": 2}, "--data-parallel-size: 2"),
         ({"method": Fp8MoEMethod()}, "quantization by Fp8MoEMethod.*no --quantization"),
         ({"lora": object()}, "--enable-lora"),
         ({"speculative": object()}, "--speculative-config"),

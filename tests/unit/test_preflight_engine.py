@@ -54,6 +54,15 @@ def test_what_is_for_the_other_kind_of_device_is_refused(model: Path) -> None:
     check(model, emulated_link_bytes_per_s=1e9)
 
 
+def test_arguments_that_cannot_go_with_paging_are_all_named(model: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check(model, {"tensor_parallel_size": 2, "enable_lora": True, "dtype": "bf17", "cpu_offload_gb": 4})
+    for line in ("tensor_parallel_size: 2 is untested", "enable_lora: adapters", "cpu_offload_gb: paging"):
+        assert f"replica.engine.{line}" in str(caught.value)
+    assert "replica.engine.dtype: vLLM has no 'bf17'; it has auto, " in str(caught.value)
+    check(model, {"tensor_parallel_size": 1, "enable_lora": False, "dtype": "float32", "cpu_offload_gb": 0})
+
+
 def test_arguments_that_vllm_does_not_have_are_all_named(model: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check(model, {"max_num_seq": 4, "block-size": 16, "colour": "red"})

@@ -57,3 +57,12 @@ def test_a_start_that_fails_before_ray_runs_says_nothing(monkeypatch: pytest.Mon
     with progress_to(lines.append, period_s=0.01):
         pass
     assert lines == []
+
+
+def test_of_a_start_that_is_interrupted_no_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, interrupted = list[str](), threading.Event()
+    interrupted.set()
+    monkeypatch.setattr(start_progress.ray, "is_initialized", lambda: True)
+    with progress_to(lines.append, until=interrupted, period_s=0.01):
+        pass
+    assert lines == []

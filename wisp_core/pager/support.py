@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
@@ -28,7 +29,7 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
     method = type(quant_method).__name__
     quantization = None if method == "UnquantizedFusedMoEMethod" else method
     reasons = [
-        *_parallelism(moe_config.moe_parallel_config, vllm_config.parallel_config),
+        *_arguments(moe_config.moe_parallel_config, vllm_config),
         *refused_experts(
             quantization=quantization,
             has_bias=moe_config.has_bias,
@@ -36,7 +37,6 @@ def refuse_unsupported(vllm_config: Any, moe_config: Any, quant_method: Any, set
             is_on_gpu=device_type != "cpu",
         ),
         *(_kernel(quant_method, device_type) if quantization is None else []),
-        *_features(vllm_config),
     ]
     if reasons:
         raise UnsupportedModelError("this engine cannot page its experts:\n  " + "\n  ".join(reasons))
@@ -70,20 +70,40 @@ def refused_experts(*, quantization: str | None, has_bias: bool, num_experts: in
     return reasons
 
 
-def _parallelism(moe_parallel: Any, parallel: Any) -> list[str]:
-    reasons = []
-    if moe_parallel.use_ep:
-        reasons.append("--enable-expert-parallel: slots hold experts of one device; leave it out")
-    if moe_parallel.enable_eplb:
-        reasons.append("--enable-eplb: moved experts would not match the host store; leave it out")
-    for flag, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
-    ):
-        if size > 1:
-            reasons.append(f"{flag} {size}: untested with paging; set it to 1 and add replicas instead")
-    return reasons
+_IN_THE_WAY = {
+    "enable_expert_parallel": "slots hold experts of one device; leave it out",
+    "enable_eplb": "moved experts would not match the host store; leave it out",
+    "enable_lora": "adapters on experts would bypass the slots; leave it out",
+    "speculative_config": "a draft model's layers are not counted apart; leave it out",
+    "cpu_offload_gb": "paging takes its place; leave it out",
+    "offload_group_size": "paging takes its place; leave it out",
+}
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def refused_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Engine arguments that cannot go with paging, by their Python names, and why."""
+    reasons = {}
+    for name in _SIZES:
+        size = arguments.get(name)
+        if isinstance(size, int) and size > 1:
+            reasons[name] = f"{size} is untested with paging; set it to 1 and add replicas instead"
+    return reasons | {name: why for name, why in _IN_THE_WAY.items() if arguments.get(name)}
+
+
+def _arguments(moe_parallel: Any, vllm_config: Any) -> list[str]:
+    """The same of an engine that knows what came of its arguments."""
+    offload = vllm_config.offload_config
+    arguments = {
+        "enable_expert_parallel": moe_parallel.use_ep,
+        "enable_eplb": moe_parallel.enable_eplb,
+        "enable_lora": vllm_config.lora_config is not None,
+        "speculative_config": vllm_config.speculative_config is not None,
+        "cpu_offload_gb": offload.uva.cpu_offload_gb,
+        "offload_group_size": offload.prefetch.offload_group_size,
+        **{name: getattr(vllm_config.parallel_config, name) for name in _SIZES},
+    }
+    return [f"--{name.replace('_', '-')}: {why}" for name, why in refused_arguments(arguments).items()]
 
 
 def _kernel(quant_method: Any, device_type: str) -> list[str]:
@@ -93,15 +113,3 @@ def _kernel(quant_method: Any, device_type: str) -> list[str]:
     if device_type != "cpu" and quant_method.unquantized_backend.name != "TRITON":
         return [f"the {quant_method.unquantized_backend.name} MoE kernel: untested; set --moe-backend triton"]
     return []
-
-
-def _features(vllm_config: Any) -> list[str]:
-    reasons = []
-    if vllm_config.lora_config is not None:
-        reasons.append("--enable-lora: adapters on experts would bypass the slots; leave it out")
-    if vllm_config.speculative_config is not None:
-        reasons.append("--speculative-config: a draft model's layers are not counted apart; leave it out")
-    offload = vllm_config.offload_config
-    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-        reasons.append("--cpu-offload-gb or --offload-group-size: paging takes their place; leave them out")
-    return reasons
