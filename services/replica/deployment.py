@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.config import RequestRouterConfig
 
 from services.background import BackgroundTasks
@@ -34,6 +35,14 @@ CHANGED_IN_PLACE = {"count", "autoscaling", "max_ongoing_turns", "graceful_shutd
 """Settings that Serve applies to replicas that run."""
 
 
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A filter of Serve's log: a turn that meets a restarting engine is a line, its caller tries elsewhere."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, EngineUnavailableError):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()} {error}", (), None
+    return True
+
+
 class Replica:
     """One engine and its reporter, plan follower and supervisor, all in one event loop."""
 
@@ -48,6 +57,7 @@ class Replica:
         # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
         from wisp_core.engine.engine import WispEngine
 
+        logging.getLogger(SERVE_LOGGER_NAME).addFilter(without_traceback)
         served, settings = ModelSettings.model_validate(model), ReplicaSettings.model_validate(replica)
         replica_id = serve.get_replica_context().replica_tag
         engine = await WispEngine.start(

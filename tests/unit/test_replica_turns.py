@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
-from services.replica.deployment import Replica
+from services.replica.deployment import Replica, without_traceback
 from services.replica.metrics import ReplicaMetrics
 from services.replica.state import ReplicaState
 from wisp_core.errors import EngineUnavailableError
@@ -66,3 +67,22 @@ async def test_a_turn_that_meets_no_engine_is_sent_elsewhere_without_an_error() 
     assert [item async for item in replica.http(path="/v1/completions", body=b"{}")] == [
         {"status": 503, "headers": {}, "replica_id": "r1", "first": b""}
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "has_traceback"),
+    [
+        (EngineUnavailableError("the engine ended"), "Request failed. the engine ended", False),
+        (ValueError("a fault of ours"), "Request failed.", True),
+    ],
+)
+def test_a_turn_that_meets_a_restarting_engine_is_one_line_of_serve_s_log(
+    error: Exception, line: str, has_traceback: bool
+) -> None:
+    with pytest.raises(type(error)) as raised:
+        raise error
+    told = (raised.type, raised.value, raised.tb)
+    record = logging.LogRecord("ray.serve", logging.ERROR, __file__, 1, "Request %s.", ("failed",), told)
+    assert without_traceback(record)
+    first, *rest = logging.Formatter("%(message)s").format(record).splitlines()
+    assert (first, bool(rest)) == (line, has_traceback)
