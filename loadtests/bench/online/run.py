@@ -70,7 +70,7 @@ def run_online(
             way = _Way(config, service, trace, label, cap)
             try:
                 row = asyncio.run(way.run())
-                if record is not None:
+                if record is not None and row["turns"]:
                     write_recording(record / f"{name.replace(' ', '-')}.jsonl", way.recording())
             except (WispError, TimeoutError) as error:
                 row = {"policy": name, "cap": cap, "error": f"{type(error).__name__}: {error}"}
