@@ -36,7 +36,7 @@ CHANGED_IN_PLACE = {"count", "autoscaling", "max_ongoing_turns", "graceful_shutd
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A filter of Serve's log: a turn that meets a restarting engine is a line, its caller tries elsewhere."""
+    """A filter of Serve's log: a turn whose engine ended is one line there, for its caller tries elsewhere."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, EngineUnavailableError):
         record.msg, record.args, record.exc_info = f"{record.getMessage()} {error}", (), None

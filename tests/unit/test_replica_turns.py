@@ -76,9 +76,7 @@ async def test_a_turn_that_meets_no_engine_is_sent_elsewhere_without_an_error() 
         (ValueError("a fault of ours"), "Request failed.", True),
     ],
 )
-def test_a_turn_that_meets_a_restarting_engine_is_one_line_of_serve_s_log(
-    error: Exception, line: str, has_traceback: bool
-) -> None:
+def test_a_turn_whose_engine_ended_is_one_line_of_serve_s_log(error: Exception, line: str, has_traceback: bool) -> None:
     with pytest.raises(type(error)) as raised:
         raise error
     told = (raised.type, raised.value, raised.tb)
