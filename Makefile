@@ -18,7 +18,7 @@ TURNS ?= $(if $(SHORT),40,200)
 LOAD_S ?= $(if $(SHORT),20,120)
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
 
-.PHONY: help demo test check soak load bench clean
+.PHONY: help venv demo test check soak load bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -31,6 +31,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 		echo "==> if torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
+
+venv: $(STAMP) ## the environment alone
 
 demo: $(STAMP) ## agent sessions on two paged replicas, with a check of every token
 	@echo "==> wisp demo $(ARGS)"
