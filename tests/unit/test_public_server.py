@@ -386,3 +386,91 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="state_dir"):
         Listener(HttpSettings(port=free_port()), tmp_path / "file")
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+FLOODS = {
+    "chunks of one byte": POST + b"1\r\nx\r\n" * 400_000,
+    "pipelined requests": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 4000,
+    "lines of a head": b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 400_000,
+    "lines of a trailer": POST + b"0\r\n" + b"a:\r\n" * 400_000,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize("app", [Named("early"), Reading()], ids=["answered early", "read"])
+async def test_one_connection_keeps_nobody_waiting(listener: Listener, flood: bytes, app: Named) -> None:
+    port = int(url_of(listener).rpartition(":")[2])
+
+    async def send_all() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(flood)
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            await reader.read()
+
+    lags_s = list[float]()
+
+    async def note_lags() -> None:
+        while True:
+            since_s = time.thread_time()  # CPU: however busy the machine is
+            await asyncio.sleep(0)
+            lags_s.append(time.thread_time() - since_s)
+
+    async with serving(listener, app), httpx.AsyncClient(base_url=url_of(listener), timeout=10) as client:
+        await client.get("/")
+        flooding, noting = asyncio.create_task(send_all()), asyncio.create_task(note_lags())
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            since_s = time.thread_time()
+            await client.get("/")
+            assert time.thread_time() - since_s < 0.5
+        for task in (flooding, noting):
+            task.cancel()
+        await asyncio.gather(flooding, noting, return_exceptions=True)
+    assert max(lags_s) < 0.1, "what the loop gives to one connection at once"
+
+
+async def test_a_body_in_too_many_chunks_is_refused(listener: Listener) -> None:
+    chunks = b"1\r\nx\r\n" * server.MAX_CHUNKS
+    async with serving(listener, Reading()):
+        ((status, _, _),) = await answers_to(listener, POST.replace(b"host: x\r\n", LAST) + chunks + b"0\r\n\r\n")
+        assert status == 200
+        ((status, headers, body),) = await answers_to(listener, POST + chunks + b"1\r\nx\r\n")
+    assert (status, headers["connection"]) == (400, "close")
+    assert "more than 4096 chunks" in json.loads(body)["error"]["message"]
+
+
+class Echo(Named):
+    """Answers each request with its body."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+            await asyncio.sleep(0)
+        await Named(body.decode())(scope, receive, send)
+
+
+async def test_what_is_parsed_in_turns_loses_nothing(listener: Listener) -> None:
+    bodies = [str(number).encode() * length for number, length in enumerate((1, 1000, 1023, 200_000, 7, 1 << 20, 1))]
+    pieces = list[bytes]()
+    for number, body in enumerate(bodies):
+        head = b"POST / HTTP/1.1\r\n" + (LAST if number == len(bodies) - 1 else b"host: x\r\n")
+        if number % 2:
+            chunks = [body[at : at + 700] for at in range(0, len(body), 700)]
+            pieces += [head, b"transfer-encoding: chunked\r\n\r\n"]
+            pieces += [b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""]]
+        else:
+            pieces.append(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    async with serving(listener, Echo("")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url_of(listener).rpartition(":")[2]))
+        writer.write(b"".join(pieces))
+        received = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    for body in bodies:
+        head, _, received = received.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert received[: len(body)] == body
+        received = received[len(body) :]
+    assert received == b""
