@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -81,6 +82,8 @@ class Gateway:
         self._metrics = metrics
         self._estimator = PromptEstimator()
         self._large_body = asyncio.Lock()
+        self._large_body_of: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By tenant: one body of each waits for the common lock, so that tenants take turns."""
         self._background: set[asyncio.Task[Any]] = set()
         self._max_model_len = int(config.replica.engine.get("max_model_len") or DEFAULT_MAX_MODEL_LEN)
 
@@ -149,10 +152,18 @@ class Gateway:
     async def _parse(self, path: str, raw: bytes, arrival: Arrival) -> TurnFields:
         if len(raw) <= PARSED_HERE_BYTES:
             return fields_of.parse(path, raw)
-        await self._large_body.acquire()
-        # A thread cannot be stopped: until it ends it keeps the lock, and the request its place, whoever has left.
+        own = self._large_body_of[arrival.tenant.tenant_id]
+        await own.acquire()
+        try:
+            await self._large_body.acquire()
+        except BaseException:  # a client that has gone
+            own.release()
+            raise
+        # A thread cannot be stopped: until it ends it keeps the locks, and the request its place, whoever has left.
         arrival.parsing = asyncio.get_running_loop().run_in_executor(None, fields_of.parse, path, raw)
+        arrival.parsing.add_done_callback(_retrieve)
         arrival.when_parsed(self._large_body.release)
+        arrival.when_parsed(own.release)
         return await asyncio.shield(arrival.parsing)
 
     async def _admit(self, arrival: Arrival, session: Session, fields: TurnFields) -> RunningTurn:
@@ -187,6 +198,7 @@ class Gateway:
     async def _undo(self, admitting: asyncio.Future[Any], turn_id: str) -> None:
         """End a turn that nobody waits for any more, once it is admitted or refused."""
         await asyncio.wait((admitting,))
+        _retrieve(admitting)
         await self._limiter.settle(turn_id, 0)
 
     def _reserve(self, tenant: TenantSpec, fields: TurnFields, prompt_tokens: int) -> int:
@@ -320,3 +332,9 @@ class Gateway:
         """Wait until every finished turn is accounted for."""
         while self._background:
             await asyncio.wait(self._background)
+
+
+def _retrieve(work: asyncio.Future[Any]) -> None:
+    """Take notice of an error that nobody may be there to take: ``asyncio.shield`` leaves it where its waiter has."""
+    if not work.cancelled():
+        work.exception()

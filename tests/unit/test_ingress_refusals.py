@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -148,6 +149,47 @@ async def test_a_body_whose_client_has_left_keeps_its_place_until_it_is_parsed(m
     assert (await other).status == 400
     assert len(began) == 2
     assert not service.gateway._limiter._arriving["a"]
+
+
+async def test_tenants_take_turns_with_their_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, ended = Service(tokens_per_minute=1_000_000, max_body_bytes=1 << 20), list[str]()
+
+    def parse_slowly(path: str, raw: bytes) -> Any:
+        time.sleep(0.01)
+        raise ApiError(400, "no")
+
+    async def end(key: str) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await service.request(COMPLETIONS_PATH, LARGE, method="POST", headers=headers)).status == 400
+        ended.append(key)
+
+    monkeypatch.setattr(request_fields, "parse", parse_slowly)
+    await asyncio.gather(*[end(key) for key in [KEY] * 20 + [OTHER_KEY]])
+    assert ended.index(OTHER_KEY) <= 3
+    assert not service.gateway._large_body.locked()
+    assert not any(lock.locked() for lock in service.gateway._large_body_of.values())
+
+
+@pytest.mark.parametrize("body", [LARGE, b'{"model": "tiny", "prompt": "x"}'], ids=["faulty", "refused"])
+async def test_an_error_that_nobody_waits_for_is_not_logged(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    service, logged = Service(max_body_bytes=1 << 20), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+
+    def parse_slowly(path: str, raw: bytes) -> Any:
+        time.sleep(0.1)
+        raise ApiError(400, "no")
+
+    async def refuse_slowly(*_: object, **__: object) -> None:
+        await asyncio.sleep(0.1)
+        raise ApiError(429, "no")
+
+    if body is LARGE:
+        monkeypatch.setattr(request_fields, "parse", parse_slowly)
+    monkeypatch.setattr(service.gateway._limiter, "admit", refuse_slowly)
+    await leave(service, body)
+    await asyncio.sleep(0.2)
+    gc.collect()
+    assert logged == []
 
 
 async def test_one_turn_too_many_takes_a_request_before_its_body_is_read() -> None:
