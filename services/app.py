@@ -172,6 +172,7 @@ class Service:
         )
 
     def _start(self) -> None:
+        remove_service_file(self.config.state_dir)
         listener = Listener(self.config.http, self.config.state_dir)
         self._stops.callback(listener.close)
         if self.config.redis.url is None:

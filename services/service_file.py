@@ -45,6 +45,12 @@ def write_service_file(state_dir: Path, facts: Mapping[str, Any]) -> None:
     draft.replace(state_dir / _NAME)
 
 
+def upgrade_path(state_dir: Path) -> Path:
+    """Where an upgrade is ordered."""
+    return state_dir / "upgrade.json"
+
+
 def remove_service_file(state_dir: Path) -> None:
-    """No service runs there any more."""
-    (state_dir / _NAME).unlink(missing_ok=True)
+    """No service runs there any more, or not yet: one that was killed leaves its file, and an order, behind."""
+    for path in (state_dir / _NAME, upgrade_path(state_dir)):
+        path.unlink(missing_ok=True)

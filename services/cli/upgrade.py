@@ -19,17 +19,13 @@ import typer
 from services.app import Service
 from services.config import ServiceConfig
 from services.preflight import check_settings, warnings_of
-from services.service_file import is_owned, read_service_file
+from services.service_file import is_owned, read_service_file, upgrade_path
 from wisp_core.errors import ConfigurationError, WispError
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 900.0
 """Replicas are replaced one at a time, and each waits for its running turns."""
-
-
-def _order_path(state_dir: Path) -> Path:
-    return state_dir / "upgrade.json"
 
 
 def request_upgrade(path: Path) -> None:
@@ -51,7 +47,7 @@ def request_upgrade(path: Path) -> None:
     order = secrets.token_hex(8)
     for warning in warnings_of(config):
         typer.echo(f"wisp: warning: {warning}", err=True)
-    _order_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
+    upgrade_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
     os.kill(int(facts["pid"]), signal.SIGHUP)
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -91,7 +87,7 @@ class Upgrades:
             self._thread.start()
 
     def _carry_out(self) -> None:
-        path = _order_path(self._service.config.state_dir)
+        path = upgrade_path(self._service.config.state_dir)
         if not path.exists():
             return  # A terminal that was closed sends SIGHUP too.
         order: dict[str, str] = {}

@@ -103,3 +103,13 @@ def test_a_service_stops_in_the_order_of_its_start_reversed(
     service.stop()
     assert noted[-1:] == ["stop Ray"], "once"
     assert len(noted) == 4
+
+
+def test_a_start_removes_what_a_killed_service_has_left(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Calls(monkeypatch, "start Ray")
+    left = [config.state_dir / name for name in ("service.json", "upgrade.json")]
+    for path in left:
+        path.write_text("{}")
+    monkeypatch.setattr(app, "start_ray", lambda _: noted.extend(path.name for path in left if path.exists()))
+    with Service(config):
+        assert noted == ["deploy"], "a stranger may have the pid of before"
