@@ -66,6 +66,8 @@ def run(
     )
     if router not in scale.ROUTERS:
         raise ConfigurationError(f"--router {router}: it is one of {', '.join(scale.ROUTERS)}")
+    if work not in WORKFLOWS:
+        raise ConfigurationError(f"--workflow {work}: it is one of {', '.join(WORKFLOWS)}")
     workload = generate(workflow(work, turns), seed=seed) if trace is None else read_recording(trace).trace
     settings = SimulationSettings(epoch_s=epoch_s, window_s=window_s)
     names = policy if policy or cap else ["static_split", "mv_wsa"]
@@ -113,7 +115,7 @@ def compare_policies(
 
 @app.command("replay")
 def replay_recordings(
-    fit: Annotated[Path, typer.Option(help="Recording that costs are taken from; its split must not have moved.")],
+    fit: Annotated[Path, typer.Option(help="Recording that costs are taken from, best of a split that was held.")],
     judge: Annotated[list[str], typer.Option(help="Recording to replay, as FILE:POLICY or FILE; again for more.")],
     chunk_tokens: Annotated[int, typer.Option(min=1, help="The service's max_num_batched_tokens.")] = 1024,
     epoch_s: Annotated[float, typer.Option(min=0.1, help="The service's policy.epoch_s.")] = 1.0,
@@ -122,10 +124,15 @@ def replay_recordings(
 ) -> None:
     """Replay recordings of a live service (`wisp trace record`) and compare the latency of their turns."""
     judged = tuple((name, policy or "static") for name, _, policy in (item.partition(":") for item in judge))
+    if str(fit) in {name for name, _ in judged}:
+        raise ConfigurationError(f"--judge {fit}: give a recording other than --fit's")
     config = replay.ReplayConfig(
         fit=str(fit), judged=judged, pass_tokens=chunk_tokens, epoch_s=epoch_s, window_s=window_s
     )
     columns = "recording policy cap turns measured_turn_s simulated_turn_s off_by measured_ttft_s simulated_ttft_s"
+    caps = {one.split.cap for one in read_recording(fit).snapshots}
+    if len(caps) > 1:
+        command_line.say(f"{fit}: its split moved, from {min(caps)} to {max(caps)} slots; it is replayed as one held")
     _save(config, replay.replays(config, Path()), replay.summarize, columns.split(), output)
 
 

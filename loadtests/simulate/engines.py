@@ -21,7 +21,10 @@ def build_engine(
     choice = EngineChoice(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk_tokens)
     profile = find_card(card)
     pooled_bytes = int(budget_gb * 1e9) - other_bytes(sizes, choice)
-    layout = memory_layout(sizes, choice, pooled_bytes=pooled_bytes, page_bytes=profile.page_bytes)
+    try:
+        layout = memory_layout(sizes, choice, pooled_bytes=pooled_bytes, page_bytes=profile.page_bytes)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--vram-budget-gb {budget_gb:g}: {shape}: {error}") from error
     routing = RoutingModel(layers=sizes.num_moe_layers, experts=sizes.num_experts, top_k=sizes.top_k)
     curves = replay_curves(routing, max_batch=max_num_seqs)
     return engine_model(sizes, profile, choice, curves, layout=layout, pooled_bytes=pooled_bytes), routing

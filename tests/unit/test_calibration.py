@@ -114,6 +114,8 @@ def test_the_replay_command_writes_errors_and_order(service: EngineModel, tmp_pa
     assert set(written) == {"benchmark", "hardware", "versions", "command", "config", "rows", "summary"}
     assert written["summary"]["is_order_same"]
     assert written["summary"]["worst_error_pct"] < 15
+    wrong = CliRunner().invoke(app, ["replay", "--fit", "a.jsonl", "--judge", "a.jsonl:mv_wsa"])
+    assert "other than --fit's" in str(wrong.exception)
 
 
 def test_nothing_beats_the_oracle_on_the_trace_it_knows() -> None:
@@ -137,6 +139,10 @@ def test_the_run_command_shows_splits_and_policies_side_by_side(tmp_path: Path) 
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     wrong = CliRunner().invoke(app, ["run", "--cap", "999"])
     assert "128 experts" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, ["run", "--vram-budget-gb", "3"])
+    assert str(wrong.exception).startswith("--vram-budget-gb 3: ")
+    wrong = CliRunner().invoke(app, ["run", "--workflow", "phase_shit"])
+    assert str(wrong.exception).startswith("--workflow phase_shit: ")
     wrong = CliRunner().invoke(app, ["run", "--plot", "run.bmp"])
     assert "ends in .svg" in str(wrong.exception)
 
