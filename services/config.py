@@ -18,6 +18,19 @@ from wisp_core.settings import EngineSettings
 from wisp_core.tenant_contracts import Isolation, TenantId, TenantLimits
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML where a repeated key is an error: of two sections with one name the last would win, without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of ``node``. Raises YAMLError that names the line."""
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep)
+
+
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused, no NaN or infinity."""
 
@@ -110,7 +123,10 @@ class RedisSettings(Section):
         parts = urlsplit(url)
         if parts.scheme not in {"redis", "rediss", "unix"} or not (parts.hostname or parts.path):
             raise ValueError("give a URL such as redis://HOST:6379/0, rediss:// or unix://")
-        _ = parts.port  # raises ValueError when it is no port
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError("its port is no number up to 65535; give a URL such as redis://HOST:6379/0") from error
         return url
 
 
@@ -243,7 +259,7 @@ class ServiceConfig(Section):
         """Read and validate ``path``. Raises ConfigurationError that lists every bad setting."""
         try:
             with path.open(encoding="utf-8") as file:  # Of which YAML's messages tell the name.
-                return cls.model_validate(yaml.safe_load(file))
+                return cls.model_validate(yaml.load(file, Loader=_UniqueKeys))
         except OSError as error:
             raise ConfigurationError(f"--config {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

@@ -111,7 +111,9 @@ def own_state_dir(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigurationError(f"state_dir {state_dir}: {error.strerror}") from error
+        raise ConfigurationError(
+            f"state_dir {state_dir}: {error.strerror}; give a directory that exists or can be made"
+        ) from error
     with os.fdopen(descriptor, "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

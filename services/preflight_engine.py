@@ -169,9 +169,9 @@ def _has_no_experts(config: dict[str, Any]) -> bool:
 
 def check_experts(shape: ModelShape, replica: ReplicaSettings) -> None:
     """Raises ConfigurationError for experts that no engine can page."""
-    quantization = shape.quantization if shape.has_quantized_experts else None
-    if shape.quantization == "none":
-        quantization = replica.engine.get("quantization")
+    setting, quantization = "model.path", shape.quantization if shape.has_quantized_experts else None
+    if shape.quantization == "none" and replica.engine.get("quantization"):
+        setting, quantization = "replica.engine.quantization", replica.engine["quantization"]
     reasons = refused_experts(
         quantization=quantization,
         has_bias=shape.has_expert_bias,
@@ -179,7 +179,7 @@ def check_experts(shape: ModelShape, replica: ReplicaSettings) -> None:
         is_on_gpu=replica.num_gpus > 0,
     )
     if reasons:
-        raise ConfigurationError(f"model.path: {shape.name} cannot be paged: {'; '.join(reasons)}")
+        raise ConfigurationError(f"{setting}: {shape.name} cannot be paged: {'; '.join(reasons)}")
 
 
 def check_caps(shape: ModelShape, replica: ReplicaSettings) -> None:

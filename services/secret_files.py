@@ -49,6 +49,8 @@ def secret_path(state_dir: Path, name: str) -> Path:
 
 def read_or_create(path: Path) -> str:
     """The secret in ``path``; a new one is written, mode 0600, if there is none. Raises ConfigurationError."""
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(f"{path} is no file: name one that holds the secret, or one that is to be made")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError):

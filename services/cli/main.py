@@ -12,7 +12,7 @@ import typer
 from services.cli.passed_on import pass_on
 from services.cli.tenant import app as tenant_app
 from services.environment import prepare_driver
-from wisp_core.errors import WispError
+from wisp_core.errors import ConfigurationError, WispError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 model_app = typer.Typer(no_args_is_help=True, help="Models to try things with.")
@@ -36,6 +36,8 @@ def serve(
 ) -> None:
     """Start a service and stay until SIGINT or SIGTERM."""
     if upgrade:
+        if redis_url is not None:
+            raise ConfigurationError("--redis-url: a running service keeps its Redis; leave it out with --upgrade")
         from services.cli.upgrade import request_upgrade
 
         request_upgrade(config)

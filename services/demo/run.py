@@ -65,7 +65,6 @@ def run_demo(*, keep: bool, policy: str, is_swapped: bool) -> int:
 
 
 def _run(console: Console, *, keep: bool, policy: str, is_swapped: bool) -> int:
-    console.print("writing the tiny model")
     config = prepare_demo(policy)
     # The steps below also end by an exception at SIGTERM, so that nothing is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import tenant
+from services.cli import main, tenant
 from services.cli.status import print_status
 from services.cli.tenant import print_tenants
+from services.secret_files import read_or_create
 from wisp_core.errors import ConfigurationError
 
 SESSION = {
@@ -134,3 +135,17 @@ def test_only_the_limits_that_are_given_are_sent(monkeypatch: pytest.MonkeyPatch
         ("POST", "", {"tenant_id": "umbrella", "weight": 2.0}),
         ("PATCH", "/umbrella", {"kv_share": 0.5}),
     ]
+
+
+def test_an_upgrade_takes_no_other_redis() -> None:
+    arguments = ["serve", "--config", "service.yaml", "--upgrade", "--redis-url", "redis://h:6379/0"]
+    refused = CliRunner().invoke(main.app, arguments).exception
+    assert isinstance(refused, ConfigurationError)
+    assert "--redis-url: a running service keeps its Redis" in str(refused)
+
+
+def test_a_directory_in_place_of_a_key_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="is no file: name one that holds the secret"):
+        read_or_create(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755

@@ -156,3 +156,15 @@ def test_settings_that_could_do_nothing_are_refused(changed: dict[str, Any], nam
     }
     with pytest.raises(ValidationError, match=named):
         ServiceConfig.model_validate(fields)
+
+
+def test_a_section_that_is_given_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "replica: {vram_budget_bytes: 2000}\n")
+    with pytest.raises(ConfigurationError, match=r"replica is given twice(?s:.*)service\.yaml\", line 5"):
+        ServiceConfig.load(path)
+
+
+def test_a_redis_port_that_is_none_is_named_with_the_fix(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "redis: {url: 'redis://127.0.0.1:abc/0'}\n")
+    with pytest.raises(ConfigurationError, match=r"redis\.url: its port is no number.*give a URL such as"):
+        ServiceConfig.load(path)

@@ -170,7 +170,7 @@ def test_experts_that_no_engine_pages_are_refused_beforehand(
 ) -> None:
     plain = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(plain | config))
-    with pytest.raises(ConfigurationError, match=rf"model\.path: .*cannot be paged: .*{named}"):
+    with pytest.raises(ConfigurationError, match=rf"(model\.path|engine\.quantization): .*cannot be paged: .*{named}"):
         check(tmp_path, engine, num_gpus=num_gpus)
 
 
