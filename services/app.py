@@ -249,7 +249,7 @@ class Service:
             deployments = serve.status().applications[name].deployments
             reasons = [reason_in(one.message) for one in deployments.values() if one.message.strip()] or [str(error)]
             raise ConfigurationError(
-                f"the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
+                f"a part of the service did not start (logs: {log_directory()}):\n" + "\n".join(reasons)
             ) from error
 
     def _refuse_if_stopping(self) -> None:
