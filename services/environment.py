@@ -29,7 +29,6 @@ _VLLM = {
     # The replica lives on when its engine dies: it restarts it.
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _VLLM_CPU = {

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from services.app import Service
 from services.cli.upgrade import Upgrades
 from services.config import RedisSettings, ServiceConfig
+from services.logs import LOG_FORMAT
 from services.preflight import checked_start, warnings_of
 from services.setting_errors import what_is_wrong
 from services.start_progress import progress_to
@@ -38,7 +39,7 @@ def load_config(path: Path, redis_url: str | None = None) -> ServiceConfig:
 
 def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     """Serve until SIGINT or SIGTERM, then stop cleanly. Raises ConfigurationError."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     config = load_config(path, redis_url)
     interrupted = interrupt_by_signals()
     with checked_start(config), contextlib.ExitStack() as stack:

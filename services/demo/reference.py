@@ -60,7 +60,7 @@ def main() -> None:
     """Entry point of the process."""
     function, model, asked, found = sys.argv[1:]
     set_in_this_process(engine_environment(is_cpu=True, is_local_model=Path(model).is_dir()))
-    set_in_this_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    set_in_this_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"})
     # Here, not at the top: vLLM takes seconds, and reads its environment when it is imported.
     from wisp_core.engine.offline import OfflineEngine
 

@@ -22,6 +22,7 @@ from services.ingress.metrics import IngressMetrics
 from services.ingress.replicas import ReplicaClient, by_message
 from services.ingress.server import PublicServer
 from services.ingress.tenants import TenantDirectory
+from services.logs import log_to_stderr
 from services.secret_files import ServiceSecrets, tenant_specs
 from services.store_address import StoreAddress
 from services.telemetry import Telemetry
@@ -51,6 +52,7 @@ class Ingress:
         service_started_s: float,
     ) -> None:
         """``config``: a ServiceConfig as JSON, ``store``: a StoreAddress as JSON; for the rest see build_ingress."""
+        log_to_stderr()
         service, address = ServiceConfig.model_validate(config), StoreAddress.model_validate(store)
         secrets = ServiceSecrets.load(service.state_dir)
         self._telemetry = Telemetry()

@@ -8,6 +8,7 @@ from ray import serve
 
 from services.background import BackgroundTasks
 from services.config import PolicySettings, ServiceConfig
+from services.logs import log_to_stderr
 from services.policy.loop import PolicyLoop
 from services.policy.metrics import PolicyMetrics
 from services.policy.runner import PolicyRunner
@@ -27,6 +28,7 @@ class PolicyService:
         barrier: str = Barrier.BALLOON.value,
     ) -> None:
         """Nothing runs before ``reconfigure``. ``store``: a StoreAddress as JSON; the others as in ``PolicyLoop``."""
+        log_to_stderr()
         self._connect = StoreAddress.model_validate(store).open
         self._stale_after_s = stale_after_s
         self._barrier = Barrier(barrier)

@@ -18,6 +18,7 @@ from ray.serve.config import RequestRouterConfig
 from services.background import BackgroundTasks
 from services.config import ModelSettings, ReplicaSettings, ServiceConfig
 from services.environment import replica_environment
+from services.logs import log_to_stderr
 from services.replica.asgi import AsgiRequest, ResponseHead
 from services.replica.autoscaling import autoscaling_config, work_of
 from services.replica.metrics import ReplicaMetrics
@@ -57,6 +58,7 @@ class Replica:
         # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
         from wisp_core.engine.engine import WispEngine
 
+        log_to_stderr()
         logging.getLogger(SERVE_LOGGER_NAME).addFilter(without_traceback)
         served, settings = ModelSettings.model_validate(model), ReplicaSettings.model_validate(replica)
         replica_id = serve.get_replica_context().replica_tag
