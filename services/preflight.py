@@ -37,7 +37,7 @@ def checked_start(config: ServiceConfig) -> Iterator[None]:
 def check_settings(config: ServiceConfig) -> None:
     """Check what does not depend on what runs now. Raises ConfigurationError."""
     check_model(config.model)
-    check_engine(config.model, config.replica)
+    check_engine(config.model, config.replica, config.policy)
     check_policy(config.policy)
 
 

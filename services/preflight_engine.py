@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from services.config import ModelSettings, ReplicaSettings
+from services.config import ModelSettings, PolicySettings, ReplicaSettings
 from wisp_core.errors import ConfigurationError, UnsupportedModelError
 from wisp_core.pager.support import refuse_misplaced, refused_arguments, refused_experts
 from wisp_core.planner.model_shape import ModelShape, read_shape
@@ -34,7 +34,7 @@ _DENSE_SURE = 0.9
 """Part of the dense weights, as read from config.json, that an engine has for certain."""
 
 
-def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
+def check_engine(model: ModelSettings, replica: ReplicaSettings, policy: PolicySettings) -> None:
     """Raises ConfigurationError for settings that the model at ``model.path`` or vLLM cannot have."""
     check_arguments(replica)
     refuse_misplaced(
@@ -47,7 +47,7 @@ def check_engine(model: ModelSettings, replica: ReplicaSettings) -> None:
         return  # On the hub, or a layout that only vLLM may know.
     config, shape = found
     check_experts(shape, replica)
-    check_caps(shape, replica)
+    check_caps(shape, replica, policy)
     max_model_len = _max_model_len(config, shape, replica)
     check_budget(shape, replica, kv_tokens=0 if config.get("sliding_window") else max_model_len)
 
@@ -182,12 +182,15 @@ def check_experts(shape: ModelShape, replica: ReplicaSettings) -> None:
         raise ConfigurationError(f"{setting}: {shape.name} cannot be paged: {'; '.join(reasons)}")
 
 
-def check_caps(shape: ModelShape, replica: ReplicaSettings) -> None:
+def check_caps(shape: ModelShape, replica: ReplicaSettings, policy: PolicySettings) -> None:
     """Raises ConfigurationError for a cap outside top-k..E."""
-    for setting, cap in {"initial_cap": replica.initial_cap, "min_cap": replica.min_cap}.items():
-        if cap is not None and not shape.top_k <= cap <= shape.num_experts:
+    caps: dict[str, Any] = {"replica.initial_cap": replica.initial_cap, "replica.min_cap": replica.min_cap}
+    if policy.name == "static_split":
+        caps["policy.settings.cap"] = policy.settings.get("cap")
+    for setting, cap in caps.items():
+        if isinstance(cap, int) and not shape.top_k <= cap <= shape.num_experts:
             raise ConfigurationError(
-                f"replica.{setting}: {cap} slots per layer; a token of {shape.name} needs {shape.top_k} experts of "
+                f"{setting}: {cap} slots per layer; a token of {shape.name} needs {shape.top_k} experts of "
                 f"{shape.num_experts}, so give {shape.top_k} to {shape.num_experts}"
             )
 
@@ -215,6 +218,11 @@ def check_budget(shape: ModelShape, replica: ReplicaSettings, kv_tokens: int) ->
         other = f"{shape.dense_bytes} of dense weights, {replica.activation_bytes} of activation_bytes"
     else:
         other_bytes, unsure_bytes, other = replica.other_bytes, 0, f"{replica.other_bytes} of other_bytes"
+        if other_bytes < _DENSE_SURE * shape.dense_bytes:
+            raise ConfigurationError(
+                f"replica.other_bytes: {other_bytes} is less than the dense weights take, {shape.dense_bytes}: leave "
+                "it out to have it measured"
+            )
     kv_bytes = kv_tokens * shape.kv_token_bytes
     slot_bytes = shape.num_moe_layers * shape.expert_bytes
     cap = replica.initial_cap or replica.min_cap or shape.top_k

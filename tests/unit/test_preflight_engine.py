@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.config import ModelSettings, ReplicaSettings
+from services.config import ModelSettings, PolicySettings, ReplicaSettings
 from services.preflight_engine import argument_types, check_engine
 from wisp_core.errors import ConfigurationError
 from wisp_core.planner.model_shape import ModelShape, read_shape
@@ -30,19 +30,29 @@ def shape(model: Path) -> ModelShape:
     return read_shape(json.loads((model / "config.json").read_text()), name="tiny")
 
 
-def check(model: Path, engine: dict[str, Any] | None = None, **replica: Any) -> None:
+def check(
+    model: Path, engine: dict[str, Any] | None = None, policy: PolicySettings | None = None, **replica: Any
+) -> None:
     settings = {"vram_budget_bytes": 1 << 30, "engine": {"max_model_len": KV_TOKENS, **(engine or {})}, **replica}
-    check_engine(ModelSettings(path=str(model)), ReplicaSettings.model_validate(settings))
+    check_engine(ModelSettings(path=str(model)), ReplicaSettings.model_validate(settings), policy or PolicySettings())
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [({"initial_cap": 2}, "replica.initial_cap: 2 slots"), ({"initial_cap": 4, "min_cap": 3}, "replica.min_cap: 3")],
 )
-def test_a_cap_that_the_model_cannot_have_is_named(model: Path, settings: dict[str, int], named: str) -> None:
+def test_a_cap_that_the_model_cannot_have_is_named(model: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named + ".*give 4 to 8"):
         check(model, **settings)
     check(model, initial_cap=8, min_cap=4)
+
+
+def test_a_static_split_s_cap_that_the_model_cannot_have_is_named(model: Path) -> None:
+    for cap in (3, 9):
+        with pytest.raises(ConfigurationError, match=rf"^policy\.settings\.cap: {cap} slots.*give 4 to 8"):
+            check(model, policy=PolicySettings(name="static_split", settings={"cap": cap}))
+    check(model, policy=PolicySettings(name="static_split", settings={"cap": 8}))
+    check(model, policy=PolicySettings(name="mine:Own", settings={"cap": 9}))
 
 
 def test_what_is_for_the_other_kind_of_device_is_refused(model: Path) -> None:
@@ -119,7 +129,7 @@ def test_a_context_longer_than_the_model_s_is_named(model: Path) -> None:
 
 def test_a_budget_below_the_smallest_pools_is_refused_with_one_that_is_not(model: Path, shape: ModelShape) -> None:
     slot_bytes, kv_bytes = shape.num_moe_layers * shape.expert_bytes, KV_TOKENS * shape.kv_token_bytes
-    fixed = {"other_bytes": 4 * MB}
+    fixed: dict[str, Any] = {"other_bytes": 4 * MB}
     least_bytes = 4 * MB + shape.top_k * slot_bytes + kv_bytes
     with pytest.raises(
         ConfigurationError, match=rf"vram_budget_bytes: {least_bytes - 1} is too.*give {least_bytes} or"
@@ -130,6 +140,12 @@ def test_a_budget_below_the_smallest_pools_is_refused_with_one_that_is_not(model
         check(model, vram_budget_bytes=least_bytes, initial_cap=8, **fixed)
     with pytest.raises(ConfigurationError, match=r"of dense weights, 0 of activation_bytes"):
         check(model, vram_budget_bytes=least_bytes - 4 * MB, activation_bytes=0)
+
+
+def test_other_bytes_below_the_dense_weights_are_refused(model: Path, shape: ModelShape) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^replica\.other_bytes: 1000 .* {shape.dense_bytes}: leave it out"):
+        check(model, other_bytes=1000)
+    check(model, other_bytes=shape.dense_bytes)
 
 
 def test_a_shorter_context_is_named_only_where_it_helps(model: Path, shape: ModelShape) -> None:
