@@ -102,6 +102,11 @@ def _explain(now: CostTerms, then: CostTerms, move_s: float, worth: Marginals, e
     measured = "" if error is None else f"; the model is off by {error:.0%} for what ran"
     return (
         f"predicted {now.total_s:.3f} -> {then.total_s:.3f} s/s ({changes}) after {move_s:.2f} s of refill; "
-        f"one MiB more would save {worth.experts_s_per_byte * 2**20:.2e} s/s in experts, "
-        f"{worth.kv_s_per_byte * 2**20:.2e} in KV{measured}"
+        f"one MiB more would save {_us_per_mib(worth.experts_s_per_byte)} µs/s in experts, "
+        f"{_us_per_mib(worth.kv_s_per_byte)} in KV{measured}"
     )
+
+
+def _us_per_mib(s_per_byte: float) -> str:
+    """For a reader: what has decayed to 1e-33 is 0."""
+    return f"{round(s_per_byte * 2**20 * 1e6, 1) + 0.0:g}"

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from policy_snapshots import PAGE, make_snapshot, wants_experts, wants_kv
 
 from policies.damping import Damped
-from policies.mv_wsa import MarginalValue
+from policies.mv_wsa import MarginalValue, _explain
 from wisp_core.allocation.cost_model import CostModel, model_error
 from wisp_core.allocation.solver import feasible_splits, violations
-from wisp_core.contracts import Decision, KvDemand, ReplicaSnapshot, ReuseBin, Split
+from wisp_core.contracts import Decision, KvDemand, Marginals, ReplicaSnapshot, ReuseBin, Split
 
 
 def decide(snapshot: ReplicaSnapshot) -> Split:
@@ -53,6 +53,13 @@ def test_the_model_s_error_is_reported_with_the_decision() -> None:
     decision = decided(snapshot)
     assert decision.model_error == model_error(CostModel.from_snapshot(snapshot), snapshot)
     assert f"off by {decision.model_error:.0%}" in decision.reason
+
+
+@pytest.mark.parametrize(("kv_s_per_byte", "told"), [(2.1e-39, "0"), (-1e-30, "0"), (2.5e-11, "26.2")])
+def test_worth_too_small_to_be_seen_is_told_as_0(kv_s_per_byte: float, told: str) -> None:
+    terms = CostModel.from_snapshot(make_snapshot()).terms(make_snapshot().split)
+    worth = Marginals(experts_s_per_byte=1e-10, kv_s_per_byte=kv_s_per_byte)
+    assert f"would save 104.9 µs/s in experts, {told} in KV" in _explain(terms, terms, 0.0, worth, None)
 
 
 def test_the_floor_bounds_what_experts_can_take() -> None:
