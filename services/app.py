@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -65,13 +66,17 @@ _OF_PYDANTIC = (
 class Service:
     """Starts everything on entry and stops everything on exit, in reverse order. Use it in the main thread."""
 
-    def __init__(self, config: ServiceConfig) -> None:
-        """Nothing is started yet; secrets and tenant keys that do not exist are created. Raises ConfigurationError."""
+    def __init__(self, config: ServiceConfig, *, on_checked: Callable[[], None] | None = None) -> None:
+        """Nothing is started yet; secrets and tenant keys that do not exist are created. Raises ConfigurationError.
+
+        ``on_checked`` is called when port and store are there, before what takes a minute.
+        """
         self.config, self._redis_password = _without_redis_password(config)
         self._redis_password_file = _keep_redis_password(self.config, self._redis_password)
         self.secrets = ServiceSecrets.load(config.state_dir)
         tenant_specs(config)
         self._code, self._driver_code = code_version(), driver_code()
+        self._on_checked = on_checked
         self._stops = contextlib.ExitStack()
         """What ends each part that was started, in the order of their starts."""
         self._is_stopping = False
@@ -181,6 +186,8 @@ class Service:
             self.valkey.start()
             self._redis_url = self.valkey.url
         asyncio.run(self._store_address.check())
+        if self._on_checked is not None:
+            self._on_checked()
         # Before the start, whose second half may fail.
         self._stops.callback(ray.shutdown)  # Leaves one that was joined.
         self._stops.callback(self._await_upgrade)

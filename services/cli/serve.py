@@ -43,8 +43,7 @@ def serve_until_stopped(path: Path, redis_url: str | None) -> None:
     config = load_config(path, redis_url)
     interrupted = interrupt_by_signals()
     with checked_start(config), contextlib.ExitStack() as stack:
-        service = Service(config)
-        announce_start(config)
+        service = Service(config, on_checked=partial(announce_start, config))
         with progress_to(lambda line: typer.echo(f"wisp: {line}", err=True), until=interrupted):
             stack.enter_context(service)
         stopped = catch_stop_signals()

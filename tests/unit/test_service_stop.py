@@ -10,7 +10,7 @@ import pytest
 
 from services import app
 from services.app import Service
-from services.config import HttpSettings, ModelSettings, ReplicaSettings, ServiceConfig, TenantSettings
+from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaSettings, ServiceConfig, TenantSettings
 from services.free_port import free_port
 from services.ingress.listener import handoff_directory
 from services.service_file import read_service_file
@@ -114,3 +114,25 @@ def test_a_start_removes_what_a_killed_service_has_left(config: ServiceConfig, m
     monkeypatch.setattr(app, "start_ray", lambda _: noted.extend(path.name for path in left if path.exists()))
     with Service(config):
         assert noted == ["deploy"], "a stranger may have the pid of before"
+
+
+def test_what_is_refused_within_a_second_is_refused_before_a_start_is_announced(
+    config: ServiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Calls(monkeypatch)
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    no_redis = config.model_copy(update={"redis": RedisSettings(url=url)})
+    with (
+        pytest.raises(ConfigurationError, match=r"^redis\.url"),
+        Service(no_redis, on_checked=lambda: noted.note("say")),
+    ):
+        raise AssertionError("it has started")
+    with (
+        socket.create_server(("127.0.0.1", config.http.port)),
+        pytest.raises(ConfigurationError, match=r"http\.port"),
+        Service(config, on_checked=lambda: noted.note("say")),
+    ):
+        raise AssertionError("it has started")
+    assert noted == []
+    with Service(config, on_checked=lambda: noted.note("say")):
+        assert noted == ["say", "start Ray", "deploy"]
