@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +27,10 @@ COMPLETIONS_PATH = "/v1/completions"
 
 MAX_NAMED_ERRORS = 100
 """A body with more faults is not told the first: to list them takes longer than to find them."""
+MAX_NODES = 1 << 16
+"""Texts, names of fields, lists and objects in one body: more take longer to parse than others should wait."""
+MAX_VALUES = {CHAT_PATH: 1 << 16, COMPLETIONS_PATH: 1 << 18}
+"""Values in one body, numbers among them; a prompt may be the token ids of the longest contexts."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
@@ -76,6 +81,7 @@ class TurnFields:
 
 def parse(path: str, raw: bytes) -> TurnFields:
     """Validate the body of a request to ``path``. Raises ApiError (400) that names the first bad field."""
+    _refuse_many(raw, MAX_VALUES[path])
     body = _load(raw)
     allowed = _FIELDS[path].model_fields
     for name, value in body.items():
@@ -99,6 +105,23 @@ def parse(path: str, raw: bytes) -> TurnFields:
 
 def _unsupported(name: str, why: str) -> ApiError:
     return bad_request(f"'{name}' {why}.", param=name, code="unsupported_parameter")
+
+
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON text as it is written, or one that does not end: every byte is looked at once."""
+
+
+def _refuse_many(raw: bytes, max_values: int) -> None:
+    """Raises ApiError (400) for what would take long to parse: a parser holds the GIL, in whatever thread it runs."""
+    quotes, opened, commas = raw.count(b'"'), raw.count(b"{") + raw.count(b"["), raw.count(b",")
+    if quotes // 2 + opened <= MAX_NODES and commas < max_values:
+        return
+    bare, texts = _TEXT.subn(b"", raw, count=MAX_NODES + 1)
+    opened, commas = bare.count(b"{") + bare.count(b"["), bare.count(b",")
+    if texts + opened > MAX_NODES or commas >= max_values:
+        raise bad_request(
+            f"The body has more than {max_values} values, or {MAX_NODES} texts, names, lists and objects."
+        )
 
 
 def _load(raw: bytes) -> dict[str, Any]:
