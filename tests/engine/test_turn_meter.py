@@ -26,10 +26,11 @@ class Scheduler:
         self.kv_cache_manager = SimpleNamespace(
             enable_caching=True,
             prefix_cache_lookup_enabled=lambda request: True,
-            get_blocks=lambda request_id: SimpleNamespace(blocks=([],)),
+            get_blocks=lambda request_id: SimpleNamespace(blocks=([None] * self.held_blocks.get(request_id, 0),)),
         )
-        balloon: Any = SimpleNamespace(used_blocks=0, num_cached_blocks=lambda: 0)
-        self.meter = TurnMeter(self, balloon, block_tokens=BLOCK_TOKENS, max_blocks=NUM_BLOCKS, window_s=30.0)
+        self.held_blocks: dict[str, int] = {}
+        self.balloon: Any = SimpleNamespace(used_blocks=0, num_cached_blocks=lambda: 0)
+        self.meter = TurnMeter(self, self.balloon, block_tokens=BLOCK_TOKENS, max_blocks=NUM_BLOCKS, window_s=30.0)
 
     def come(self, name: str, conversation: str, num_blocks: int) -> Any:
         """A turn whose prompt is the first ``num_blocks`` blocks of a conversation and a token more."""
@@ -121,3 +122,17 @@ def test_what_reuse_would_save_a_turn_that_waits_is_read_when_it_is_asked_for(
     scheduler.schedule(waiting, found=10 * BLOCK_TOKENS, is_new=True)
     assert len(reads) == 2
     assert reused(scheduler.demand()) == pytest.approx(demand.prompt_tokens_per_s / 2, rel=0.01)
+
+
+def test_what_running_turns_hold_is_in_the_distance_but_not_what_the_turn_itself_was_given(
+    scheduler: Scheduler,
+) -> None:
+    first = scheduler.come("1", "a", 10)
+    scheduler.schedule(first, found=0, is_new=True)
+    scheduler.end(first)
+    again = scheduler.come("2", "a", 10)
+    scheduler.held_blocks["2"], scheduler.balloon.used_blocks = 11, 11 + 20
+    scheduler.schedule(again, found=10 * BLOCK_TOKENS, is_new=True)
+    distances = [one.blocks for one in scheduler.demand().reuse]
+    assert 20 < min(distances) <= 23
+    assert 30 <= max(distances) <= 33

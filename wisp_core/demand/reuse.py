@@ -1,14 +1,18 @@
 """How many KV blocks prefix reuse needs: LRU stack distances of prefix blocks.
 
 The stack distance of a block is its place in the list of distinct blocks by last use, so a cache of at least that
-many blocks would still hold it (Mattson et al., 1970). A prefix is a chain: block ``i`` helps only while blocks
-``0..i`` are all there, so its effective distance is the largest among them. Far behind in a long prompt one key stands
-for several blocks: all of this is paid by the scheduler, block by block, while nothing is decoded.
+many blocks would still hold it (Mattson et al., 1970). In a KV pool only blocks that no turn holds can be evicted, the
+one that was let go first at first. So a block is still there in a pool that has room for those which were let go after
+it and for all that running turns hold: their prompts, what they have written, and the last block of each, which is not
+full and has no hash. A prefix is a chain: block ``i`` helps only while blocks ``0..i`` are all there, so its effective
+distance is the largest among them. Far behind in a long prompt one key stands for several blocks: all of this is paid
+by the scheduler, block by block, while nothing is decoded.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -50,9 +54,9 @@ class StackDistances:
 
     def touch(self, key: Hashable, weight: int = 1) -> None:
         """Make ``key``, of this weight from now on, the most recent one."""
-        self._remove(key)
+        self.remove(key)
         while self._max_weight is not None and self._entries and self._total + weight > self._max_weight:
-            self._remove(next(iter(self._entries)))
+            self.remove(next(iter(self._entries)))
         if self._next_slot == len(self._tree):
             self._renumber()
         self._entries[key] = (self._next_slot, weight)
@@ -60,7 +64,8 @@ class StackDistances:
         self._total += weight
         self._next_slot += 1
 
-    def _remove(self, key: Hashable) -> None:
+    def remove(self, key: Hashable) -> None:
+        """Forget ``key``, where it is remembered."""
         if (entry := self._entries.pop(key, None)) is not None:
             slot, weight = entry
             self._add(slot, -weight)
@@ -88,18 +93,15 @@ class StackDistances:
 
 
 class PrefixReuse:
-    """What the prefixes of admitted turns save at every size of the pool.
-
-    A pool of K blocks keeps what was used since, if that and the blocks which running turns hold all the while are at
-    most K: blocks in use are never evicted, however long ago they were touched.
-    """
+    """What the prefixes of admitted turns save at every size of the pool."""
 
     def __init__(self, *, max_blocks: int, block_tokens: int, pass_tokens: int) -> None:
         """Remember ``max_blocks`` distinct blocks of ``block_tokens`` tokens; a prefill pass takes ``pass_tokens``."""
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
-        self._distances = StackDistances(max_blocks)
-        self._running: dict[Hashable, tuple[Hashable, int]] = {}  # turn: its block touched longest ago, its blocks
+        self._let_go = StackDistances(max_blocks)
+        self._held: Counter[Hashable] = Counter()  # by how many running turns
+        self._running: dict[Hashable, list[tuple[Hashable, int]]] = {}
         self.edges = block_edges(max_blocks)
 
     def admit(
@@ -109,15 +111,19 @@ class PrefixReuse:
         *,
         num_reusable: int,
         prompt_tokens: int,
+        used_blocks: int,
     ) -> Saved:
         """A turn starts: ``block_hashes`` are its prompt's full blocks, first to last.
 
         ``turn`` is its name, for `end`; the others are those of `saved`. Returns what reuse saves it, by distance.
         """
-        saved = self.saved(block_hashes, num_reusable=num_reusable, prompt_tokens=prompt_tokens)
-        self.touch(block_hashes)
-        if block_hashes:
-            self._running[turn] = (_keys(block_hashes)[-1][0], len(block_hashes))
+        saved = self.saved(
+            block_hashes, num_reusable=num_reusable, prompt_tokens=prompt_tokens, used_blocks=used_blocks
+        )
+        self._running[turn] = _keys(block_hashes)
+        for key, _ in self._running[turn]:
+            self._held[key] += 1
+            self._let_go.remove(key)
         return saved
 
     def saved(
@@ -126,6 +132,7 @@ class PrefixReuse:
         *,
         num_reusable: int,
         prompt_tokens: int,
+        used_blocks: int,
     ) -> Saved:
         """What reuse would save a turn with these blocks, by distance, if it were admitted now.
 
@@ -133,9 +140,10 @@ class PrefixReuse:
             block_hashes: Its prompt's full blocks, first to last.
             num_reusable: How many of them vLLM may take from its cache (it computes the last token anyhow).
             prompt_tokens: Length of the prompt.
+            used_blocks: Blocks that running turns hold now, those without a hash too; this turn's are not among them.
         """
         saved = np.zeros((len(self.edges), 3))
-        tokens = self._tokens_by_edge(block_hashes[:num_reusable])
+        tokens = self._tokens_by_edge(block_hashes[:num_reusable], used_blocks)
         if tokens:
             saved[len(tokens) - 1, 0] = 1  # the whole reuse is there only at the deepest distance
             saved[: len(tokens), 1] = tokens
@@ -144,13 +152,13 @@ class PrefixReuse:
 
     def end(self, turn: Hashable, block_hashes: Sequence[Hashable]) -> None:
         """It ends and leaves ``block_hashes``, its output in them: the first block is kept longest."""
-        self._running.pop(turn, None)
-        self.touch(block_hashes)
-
-    def touch(self, block_hashes: Sequence[Hashable]) -> None:
-        """Note a use without reuse."""
-        for block_hash, num_blocks in reversed(_keys(block_hashes)):
-            self._distances.touch(block_hash, num_blocks)
+        for key, _ in self._running.pop(turn, ()):
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+        for key, num_blocks in reversed(_keys(block_hashes)):
+            if key not in self._held:
+                self._let_go.touch(key, num_blocks)
 
     def bins(self, rates: Saved) -> tuple[ReuseBin, ...]:
         """``rates``, sums of what `admit` returned over seconds, as bins."""
@@ -171,30 +179,19 @@ class PrefixReuse:
             before = after
         return passes
 
-    def _tokens_by_edge(self, block_hashes: Sequence[Hashable]) -> list[int]:
+    def _tokens_by_edge(self, block_hashes: Sequence[Hashable], used_blocks: int) -> list[int]:
         by_edge: list[int] = []
-        held = self._held_since_before(block_hashes[0]) if block_hashes else 0
         deepest = 0
-        for block_hash, num_blocks in _keys(block_hashes):
-            since = self._distances.since(block_hash)
-            if since is None:
-                break
-            deepest = max(deepest, since + num_blocks)
-            edge = min(bisect_left(self.edges, deepest + held), len(self.edges) - 1)
+        for key, num_blocks in _keys(block_hashes):
+            if key not in self._held:
+                since = self._let_go.since(key)
+                if since is None:
+                    break
+                deepest = max(deepest, since + num_blocks)
+            edge = min(bisect_left(self.edges, deepest + used_blocks), len(self.edges) - 1)
             by_edge.extend([0] * (edge + 1 - len(by_edge)))
             by_edge[edge] += num_blocks * self._block_tokens
         return by_edge
-
-    def _held_since_before(self, block_hash: Hashable) -> int:
-        """Blocks of running turns that were touched before ``block_hash`` was, and so are not in its distance."""
-        since = self._distances.since(block_hash)
-        if since is None:
-            return 0
-        held = 0
-        for oldest, num_blocks in self._running.values():
-            oldest_since = self._distances.since(oldest)
-            held += num_blocks if oldest_since is None or oldest_since > since else 0
-        return held
 
 
 def _keys(block_hashes: Sequence[Hashable]) -> list[tuple[Hashable, int]]:

@@ -132,23 +132,31 @@ class TurnMeter:
             # Blocks that lay in the prefix cache meanwhile, or came from host memory, are not computed again.
             found = self._scheduler.requests[request_id].num_computed_tokens - output.num_scheduled_tokens[request_id]
             self._preempted_tokens.add(now_s, max(0, self._lost_tokens.pop(request_id) - found))
-        for request_id in admitted:
-            self._admit(self._scheduler.requests[request_id])
+        if admitted:
+            self._admit([self._scheduler.requests[request_id] for request_id in admitted])
         if back or admitted:
             self.note_change()
 
-    def _admit(self, request: Any) -> None:
-        self._unread.discard(request.request_id)
-        saved = self._nothing()
-        if self._uses_prefixes(request):
-            hashes, sizes = self._prompt_hashes(request), self._prompt_sizes(request)
-            saved = self._reuse.admit(request.request_id, hashes, **sizes)
-        self._asked.revise(request.request_id, self._amounts(request, saved))
+    def _admit(self, requests: list[Any]) -> None:
+        """Of one step: they hold their blocks already, which each of them found taken by those before it only."""
+        held_blocks = [self._turn(request).held_blocks for request in requests]
+        used_blocks = max(0, self._balloon.used_blocks - sum(held_blocks))
+        for request, held in zip(requests, held_blocks, strict=True):
+            self._unread.discard(request.request_id)
+            saved = self._nothing()
+            if self._uses_prefixes(request):
+                sizes = self._prompt_sizes(request)
+                hashes = self._prompt_hashes(request)
+                saved = self._reuse.admit(request.request_id, hashes, used_blocks=used_blocks, **sizes)
+            self._asked.revise(request.request_id, self._amounts(request, saved))
+            used_blocks += held
 
     def _read_waiting(self) -> None:
+        used_blocks = self._balloon.used_blocks
         for request_id in self._unread:
             request = self._scheduler.requests[request_id]
-            saved = self._reuse.saved(self._prompt_hashes(request), **self._prompt_sizes(request))
+            sizes = self._prompt_sizes(request)
+            saved = self._reuse.saved(self._prompt_hashes(request), used_blocks=used_blocks, **sizes)
             self._asked.revise(request_id, self._amounts(request, saved))
         self._unread.clear()
 
