@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from services.config import ModelSettings, PolicySettings, RouterName, ServiceCo
 from services.environment import joined_cluster
 from services.policy.process import PolicyFaultError, PolicyProcess, PolicySpec
 from services.preflight_engine import check_engine
+from services.service_file import locked
 from wisp_core.contracts import Barrier
 from wisp_core.errors import ConfigurationError
 from wisp_core.tenant_contracts import Isolation
@@ -103,29 +103,23 @@ def warnings_of(config: ServiceConfig) -> list[str]:
 
 @contextlib.contextmanager
 def own_state_dir(state_dir: Path) -> Iterator[None]:
-    """Own ``state_dir`` until exit; the system frees it when the process ends, however that happens.
+    """Own ``state_dir`` until exit, or the end of this process.
 
     Two services there would end each other's Valkey and share each other's keys. Raises ConfigurationError.
     """
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigurationError(
-            f"state_dir {state_dir}: {error.strerror}; give a directory that exists or can be made"
-        ) from error
-    with os.fdopen(descriptor, "r+") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(state_dir / "lock", str(os.getpid())))
         except BlockingIOError as error:
-            owner = lock.read().strip() or "unknown"
             raise ConfigurationError(
-                f"state_dir {state_dir}: another service runs there (pid {owner}): stop it, change it by `wisp serve "
-                "--upgrade`, or give this one a state_dir of its own"
+                f"state_dir {state_dir}: another service runs there (pid {error.strerror}): stop it, change it by "
+                "`wisp serve --upgrade`, or give this one a state_dir of its own"
             ) from error
-        lock.truncate()
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        except OSError as error:
+            raise ConfigurationError(
+                f"state_dir {state_dir}: {error.strerror}; give a directory that exists or can be made"
+            ) from error
         yield
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,23 @@ def is_owned(state_dir: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+@contextlib.contextmanager
+def locked(path: Path, note: str) -> Iterator[None]:
+    """Hold the lock ``path`` until exit; the system frees it when the process ends, however that happens.
+
+    Raises BlockingIOError, the other's note as its ``strerror``, if another has it, else OSError for no such file.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(error.errno, lock.read().strip() or "unknown") from error
+        lock.truncate()
+        lock.write(f"{note}\n")
+        lock.flush()
+        yield
 
 
 def write_service_file(state_dir: Path, facts: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import typer
 from services.app import Service
 from services.config import ServiceConfig
 from services.preflight import check_settings, warnings_of
-from services.service_file import is_owned, read_service_file, upgrade_path
+from services.service_file import is_owned, locked, read_service_file, upgrade_path
 from wisp_core.errors import ConfigurationError, WispError
 
 logger = logging.getLogger(__name__)
@@ -44,18 +45,28 @@ def request_upgrade(path: Path) -> None:
             f"the service with state_dir {config.state_dir} takes no upgrade: it belongs to a demo, a benchmark or the "
             "like, or is still starting"
         )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(config.state_dir / "upgrade.lock", f"{path.resolve()} (pid {os.getpid()})"))
+        except BlockingIOError as error:
+            raise ConfigurationError(f"another upgrade runs, to {error.strerror}: wait for its end") from error
+        for warning in warnings_of(config):
+            typer.echo(f"wisp: warning: {warning}", err=True)
+        _order(config.state_dir, path, int(facts["pid"]))
+    typer.echo("wisp: upgraded", err=True)
+
+
+def _order(state_dir: Path, path: Path, pid: int) -> None:
+    """Have the service ``pid`` go on with ``path``. Raises ConfigurationError unless it does, within ``TIMEOUT_S``."""
     order = secrets.token_hex(8)
-    for warning in warnings_of(config):
-        typer.echo(f"wisp: warning: {warning}", err=True)
-    upgrade_path(config.state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
-    os.kill(int(facts["pid"]), signal.SIGHUP)
+    upgrade_path(state_dir).write_text(json.dumps({"id": order, "config": str(path.resolve())}))
+    os.kill(pid, signal.SIGHUP)
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
-        done: dict[str, Any] = read_service_file(config.state_dir)["upgrade"]
+        done: dict[str, Any] = read_service_file(state_dir)["upgrade"]
         if done.get("id") == order:
             if done["error"] is not None:
                 raise ConfigurationError(done["error"])
-            typer.echo("wisp: upgraded", err=True)
             return
         time.sleep(0.2)
     raise ConfigurationError(f"the service was not upgraded within {TIMEOUT_S:g} s")

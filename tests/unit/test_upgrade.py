@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -165,6 +166,33 @@ def test_a_service_that_takes_no_upgrade_is_not_sent_a_signal(tmp_path: Path, mo
         with pytest.raises(ConfigurationError, match="takes no upgrade: it belongs to a demo"):
             request_upgrade(file)
     assert not signalled
+
+
+def test_a_second_upgrade_meanwhile_is_refused_by_name_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = config(tmp_path, model={"path": "some/model"})
+    files = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    for file in files:
+        file.write_text(yaml.safe_dump(running.model_dump(mode="json", exclude_unset=True)))
+    ordered = list[str]()
+
+    def carry_out(*_: object) -> None:
+        order = json.loads((tmp_path / "upgrade.json").read_text())
+        ordered.append(order["config"])
+        if len(ordered) == 1:
+            with pytest.raises(ConfigurationError, match=rf"another upgrade runs, to {files[0]} \(pid {os.getpid()}\)"):
+                request_upgrade(files[1])
+        service.publish(upgrade={"id": order["id"], "error": None})
+
+    monkeypatch.setattr("services.cli.upgrade.check_settings", lambda _: None)
+    monkeypatch.setattr("os.kill", carry_out)
+    with own_state_dir(tmp_path):
+        service = Service(running)
+        service.publish(upgrade={})
+        for file in files:
+            request_upgrade(file)
+    assert ordered == [str(file) for file in files], "one after the other both are taken"
 
 
 def test_a_service_that_stops_ends_its_upgrade_before_it_ends_ray(
