@@ -1,24 +1,32 @@
 """The public port: held by ``wisp serve``, served by every ingress.
 
-An ingress that starts is handed the listening socket itself. So a connection that is made while no ingress runs, or
-while one takes over from another, waits in the socket's queue for the next one; none is refused.
+An ingress that starts is handed the listening socket itself. So a connection that is made while one takes over from
+another, or is started again, waits in the socket's queue for the next one; none is refused. Who comes before the first
+one, which takes a minute, is told so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import HttpSettings
+from services.ingress.errors import unavailable
 from wisp_core.errors import ConfigurationError
 
 BACKLOG = 2048
 """Connections that may wait for an ingress."""
 _TAKE_TIMEOUT_S = 10.0
+_EARLY_TIMEOUT_S = 1.0
+"""How long a client that comes too early may take for its request, and for the rest of it: others wait meanwhile."""
+_RECEIVE_BYTES = 64 << 10
+_RETRY_AFTER_S = 5.0
 _HANDOFF = "socket"
 
 
@@ -44,13 +52,24 @@ class Listener:
         self._thread.start()
 
     def _hand_out(self) -> None:
-        while True:
-            try:
-                asker, _ = self._handoff.accept()
-            except OSError:  # Closed.
-                return
-            with asker, contextlib.suppress(OSError):
-                socket.send_fds(asker, [b"\0"], [self._socket.fileno()])
+        is_starting = True
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._handoff, selectors.EVENT_READ)
+            selector.register(self._socket, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._handoff not in ready:
+                    _answer_early(self._socket)
+                    continue
+                try:
+                    asker, _ = self._handoff.accept()
+                except OSError:  # Closed.
+                    return
+                if is_starting:
+                    selector.unregister(self._socket)
+                    is_starting = False
+                with asker, contextlib.suppress(OSError):
+                    socket.send_fds(asker, [b"\0"], [self._socket.fileno()])
 
     def close(self) -> None:
         """Hand out no more; the port is free once no ingress has it."""
@@ -63,6 +82,28 @@ class Listener:
     def _remove_handoff(self) -> None:
         with contextlib.suppress(OSError):
             (handoff_directory(self.state_dir) / _HANDOFF).unlink()
+
+
+def _answer_early(listener: socket.socket) -> None:
+    """Answer the next client of a service that starts: 503, whatever it asks."""
+    with contextlib.suppress(OSError):
+        client, _ = listener.accept()
+        with client:
+            client.settimeout(_EARLY_TIMEOUT_S)
+            client.recv(_RECEIVE_BYTES)
+            client.sendall(_early_answer())
+            client.shutdown(socket.SHUT_WR)
+            until_s = time.monotonic() + _EARLY_TIMEOUT_S
+            while client.recv(_RECEIVE_BYTES) and time.monotonic() < until_s:
+                pass  # What is closed unread cuts the answer off.
+
+
+def _early_answer() -> bytes:
+    error = unavailable("The service is starting.", _RETRY_AFTER_S)
+    body = error.body()
+    headers = {"content-type": "application/json", "content-length": len(body), "connection": "close", **error.headers}
+    lines = [f"HTTP/1.1 {error.status} Service Unavailable", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def take_listener(state_dir: Path) -> socket.socket:
