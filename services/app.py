@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import psutil
 import ray
 from ray import serve
 
@@ -31,6 +32,8 @@ from services.preflight import check_host
 from services.ray_cluster import (
     LOGGING,
     WithoutShutdownNoise,
+    ended,
+    own_processes,
     refuse_too_many_replicas,
     start_ray,
     stop_serve,
@@ -82,6 +85,8 @@ class Service:
         self._is_stopping = False
         self._upgrading = threading.Lock()
         self._host: str | None = None
+        self._ray_processes = dict[str, psutil.Process]()
+        self._log_directory = Path()
         self.valkey: EmbeddedValkey | None = None
         self._redis_url = self.config.redis.url or ""
         self._began_s = self._started_s = time.time()
@@ -162,7 +167,14 @@ class Service:
         self._run_all()
 
     def tend(self) -> None:
-        """Restart the embedded Valkey if it has died; call this again and again."""
+        """Restart the embedded Valkey if it has died; call this again and again.
+
+        Raises EngineUnavailableError when Ray has died: it would take a minute to say so itself.
+        """
+        if names := ended(self._ray_processes):
+            raise EngineUnavailableError(
+                f"Ray has ended ({', '.join(names)}; logs: {self._log_directory}): start the service again"
+            )
         if self.valkey is not None:
             self.valkey.ensure_running()
 
@@ -191,12 +203,18 @@ class Service:
         # Before the start, whose second half may fail.
         self._stops.callback(ray.shutdown)  # Leaves one that was joined.
         self._stops.callback(self._await_upgrade)
-        self._stops.callback(stop_serve)
+        self._stops.callback(self._stop_serve)
         start_ray(self.config)
+        self._ray_processes, self._log_directory = own_processes(), log_directory()
         self._host = this_host()
         self._run_all()
         self._stops.callback(remove_service_file, self.config.state_dir)
         self.publish()
+
+    def _stop_serve(self) -> None:
+        """Serve waits for minutes for a Ray that has died."""
+        if not ended(self._ray_processes):
+            stop_serve()
 
     def _await_upgrade(self) -> None:
         """Serve, asked by an upgrade that goes on without Ray, would start another one."""

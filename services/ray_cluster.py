@@ -9,11 +9,12 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TextIO
 from urllib.parse import urlsplit
 
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -54,6 +55,28 @@ def start_ray(config: ServiceConfig) -> None:
         _join(address, config)
     refuse_too_many_replicas(config)
     serve.start(proxy_location="Disabled", logging_config=LOGGING)
+
+
+def own_processes() -> dict[str, psutil.Process]:
+    """By name what must run of the Ray that this process has started; empty for a cluster that it has joined."""
+    found = dict[str, psutil.Process]()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (name := child.name()) in ("gcs_server", "raylet") and _runs(child):
+                found[name] = child
+    return found
+
+
+def ended(processes: Mapping[str, psutil.Process]) -> list[str]:
+    """Names of those that run no more."""
+    return [name for name, process in processes.items() if not _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stop_serve() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ from services.config import HttpSettings, ModelSettings, RedisSettings, ReplicaS
 from services.free_port import free_port
 from services.ingress.listener import handoff_directory
 from services.service_file import read_service_file
-from wisp_core.errors import ConfigurationError
+from wisp_core.errors import ConfigurationError, EngineUnavailableError
 
 
 class Calls(list[str]):
@@ -24,6 +26,7 @@ class Calls(list[str]):
         self._interrupted = interrupted
         monkeypatch.setattr(app, "start_ray", lambda _: self.note("start Ray"))
         monkeypatch.setattr(app, "this_host", lambda: "node:here")
+        monkeypatch.setattr(app, "log_directory", lambda: Path("logs"))
         monkeypatch.setattr(Service, "_run_all", lambda _: self.note("deploy"))
         monkeypatch.setattr("ray.is_initialized", lambda: "deploy" in self)
         monkeypatch.setattr("ray.serve.shutdown", lambda: self.note("stop Serve"))
@@ -136,3 +139,24 @@ def test_what_is_refused_within_a_second_is_refused_before_a_start_is_announced(
     assert noted == []
     with Service(config, on_checked=lambda: noted.note("say")):
         assert noted == ["say", "start Ray", "deploy"]
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_ray_that_dies_ends_the_service_at_once(
+    config: ServiceConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    noted = Calls(monkeypatch)
+    program = config.state_dir / name
+    program.symlink_to("/bin/sleep")
+    started = list[subprocess.Popen[bytes]]()
+    monkeypatch.setattr(app, "start_ray", lambda _: started.append(subprocess.Popen([str(program), "60"])))
+    with Service(config) as service:
+        service.tend()
+        (process,) = started
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # It has ended, and nobody has asked for its code.
+        with pytest.raises(EngineUnavailableError, match=rf"^Ray has ended \({name}; logs: logs\)"):
+            service.tend()
+    process.wait()
+    assert noted == ["deploy", "stop Ray"], "Serve would wait for it"
+    assert_nothing_is_left(service)
