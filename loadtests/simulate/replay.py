@@ -83,7 +83,8 @@ def _with_working_sets(engine: EngineModel, recording: Recording) -> EngineModel
         return engine
     rates = recording.topic_rates()
     if rates is not None:
-        return replace(engine, curves=TopicCurves(rates, engine.curves.ratio_by_cap))
+        prompt_rates = recording.topic_rates(is_prefill=True)
+        return replace(engine, curves=TopicCurves(rates, ratio=engine.curves.ratio, prompt_rates=prompt_rates))
     if recording.trace.num_topics > len(engine.curves.rates):
         raise ConfigurationError(f"{recording.trace.source}: no working sets were recorded, and its topics are others")
     return engine

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from policy_snapshots import make_snapshot
 from simulator_engines import make_trace, make_turn, replayed_engine
 from typer.testing import CliRunner
 
@@ -73,19 +72,6 @@ def test_turns_that_were_not_streamed_have_no_ttft_and_do_not_hinder(service: En
     recording.trace.turns["ttft_s"] = np.nan
     with pytest.raises(ConfigurationError, match="no turn was streamed"):
         calibration.calibrated_engine(recording, pass_tokens=service.pass_tokens)
-
-
-def test_misses_of_a_pass_are_a_line_over_its_tokens_and_never_below_none() -> None:
-    def at(tokens: float, misses: float) -> ReplicaSnapshot:
-        by_cap = tuple(misses * (8 - cap) for cap in range(9))
-        return make_snapshot(prefill_steps_per_s=2.0, prefill_tokens_per_s=2 * tokens, prefill_misses_by_cap=by_cap)
-
-    none, per_token = calibration.pass_misses_by_tokens([at(10, 1.5), at(20, 2.0), at(40, 3.0)])
-    assert [none[cap] + 30 * per_token[cap] for cap in (0, 4, 8)] == pytest.approx([20.0, 10.0, 0.0])
-    none, per_token = calibration.pass_misses_by_tokens([at(10, 1.0), at(100, 40.0)])
-    assert min(none) == 0.0
-    assert max(per_token) > 0.0
-    assert calibration.pass_misses_by_tokens([at(10, 3.0)])[1] == (0.0,) * 9, "one size tells nothing of others"
 
 
 def test_what_cannot_be_calibrated_from_is_said(service: EngineModel) -> None:

@@ -13,7 +13,9 @@ from wisp_core.simulator.cluster import Cluster
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
 from wisp_core.simulator.prefix_cache import PrefixCache
 from wisp_core.simulator.replica import Job, Replica
+from wisp_core.simulator.topic_curves import TopicCurves
 from wisp_core.working_set.miss_curve import misses_by_cap
+from wisp_core.working_set.signature import HALF_LIFE_TOKENS
 
 MODEL = RoutingModel(layers=4, experts=32, top_k=4)
 
@@ -145,11 +147,11 @@ def test_routers_see_an_idle_replica_become_idle() -> None:
     cluster = Cluster(replicas, routing=None, num_topics=1, refresh_s=0.25)
     cluster.fleet()
     job, wake_s = Job(0, 0, 0, 64, 0, 10, 5, 5), 0.0
-    cluster.begin_turn(0, job)
+    cluster.begin_turn(0)
     wakes = replicas[0].arrive(job, 0.0)
     while wakes is not None:
         wake_s, wakes = wakes, replicas[0].wake(wakes)
-    cluster.end_turn(0, job, wake_s)
+    cluster.end_turn(0, wake_s)
     for now_s in (wake_s + 0.3, wake_s + 30.0):
         cluster.now_s = now_s
         seen = cluster.fleet().column("mean_turns").tolist()
@@ -158,6 +160,26 @@ def test_routers_see_an_idle_replica_become_idle() -> None:
     cluster.note_resized(1)
     cluster.now_s += 0.3
     assert cluster.fleet().column("cap").tolist() == [4, 3]
+
+
+def test_routers_see_what_a_replica_has_decoded_lately_not_who_is_there() -> None:
+    replica, rates = idle_replica(), np.array([[[1.0, 0.0]], [[0.0, 1.0]]], dtype=np.float32)
+    cluster = Cluster([replica], routing=TopicCurves(rates), num_topics=2, refresh_s=0.25)
+    tokens = round(HALF_LIFE_TOKENS) + 1  # of which a prefill gives the first
+    wakes: float | None = 0.0
+    for topic, expected in ((0, [1.0, 0.0]), (1, [1 / 3, 2 / 3])):
+        before = cluster.fleet().rates.copy()
+        cluster.begin_turn(0)
+        assert wakes is not None
+        wakes = replica.arrive(Job(topic, topic, topic, 64, 0, tokens, 5, 5), wakes)
+        cluster.now_s += 1.0
+        assert cluster.fleet().rates.tolist() == before.tolist(), "it has decoded nothing yet"
+        while wakes is not None:
+            cluster.now_s, wakes = wakes + 1.0, replica.wake(wakes)
+            cluster.begin_turn(0)  # something happened
+            shares = cluster.fleet().rates.reshape(-1)
+        wakes = cluster.now_s
+        assert shares == pytest.approx(expected, rel=0.01)
 
 
 def idle_replica() -> Replica:

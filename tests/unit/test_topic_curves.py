@@ -15,19 +15,21 @@ from wisp_core.simulator.calibration import calibrated_engine
 from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.simulator.routers import ClusterView
 from wisp_core.simulator.simulation import SimulationSettings, simulate
-from wisp_core.simulator.topic_curves import TopicCurves
+from wisp_core.simulator.topic_curves import TopicCurves, lru_misses_by_cap
 from wisp_core.simulator.trace import Trace
-from wisp_core.simulator.union_ratio import is_warm, union_ratio_by_cap
 from wisp_core.working_set.signature import pack
 
 SPLIT = Split(cap=4, kv_blocks=103)
 RATES = np.array([[[0.9, 0.7, 0.3, 0.1, 0, 0, 0, 0]] * 2, [[0, 0, 0, 0, 0.1, 0.3, 0.7, 0.9]] * 2], dtype=np.float32)
 """Two topics that share no expert, [topics, L, E]."""
-RATIO = np.linspace(1.0, 2.0, 9)
+PROMPT_RATES = np.array(
+    [[[0.6, 0.6, 0.25, 0.25, 0.15, 0.15, 0, 0]] * 2, [[0, 0, 0.15, 0.15, 0.25, 0.25, 0.6, 0.6]] * 2]
+)
+RATIO = 1.5
 
 
 def curves() -> TopicCurves:
-    return TopicCurves(RATES, RATIO)
+    return TopicCurves(RATES, ratio=RATIO, prompt_rates=PROMPT_RATES.astype(np.float32))
 
 
 def test_two_topics_together_miss_more_than_one_until_all_fits() -> None:
@@ -40,15 +42,43 @@ def test_two_topics_together_miss_more_than_one_until_all_fits() -> None:
     assert some.mix({1: 2}) != alone
 
 
-def test_misses_are_the_union_s_times_what_was_measured() -> None:
+def test_misses_are_those_of_an_lru_list_of_independent_steps() -> None:
+    rng = np.random.default_rng(0)
+    needs = np.array([0.9, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.01])
+    recent, steps = list(range(8)), 20_000  # the one used last in front
+    missed = np.zeros(9)
+    for uses in rng.random((steps, 8)) < needs:
+        for expert in np.flatnonzero(uses).tolist():
+            missed[: recent.index(expert) + 1] += 1
+        for expert in np.flatnonzero(uses).tolist():
+            recent.remove(expert)
+            recent.insert(0, expert)
+    expected = lru_misses_by_cap(needs[None])
+    assert expected[0] == pytest.approx(needs.sum())
+    assert expected[8] == pytest.approx(0.0, abs=1e-9)
+    # Below the experts of one step the simulated list has lost its own last ones, which a pager pins.
+    assert expected[4:8] == pytest.approx(missed[4:8] / steps, rel=0.15)
+
+
+def test_a_step_needs_what_no_row_leaves_alone_and_misses_no_more_than_that() -> None:
     some = curves()
-    mix = some.mix({0: 1})
-    needs = 1 - np.exp(-RATES[0, 0])
-    assert some.by_cap(1, mix)[2] == pytest.approx(2 * needs[2:].sum() * RATIO[2], rel=1e-5)
-    assert some.distinct_experts(1, mix) == pytest.approx(2 * needs.sum(), rel=1e-5)
-    assert some.distinct_by_batch(3)[2] == pytest.approx(
-        2 * (1 - np.exp(-3 * RATES[:, 0].mean(axis=0))).sum(), rel=1e-5
-    )
+    mix = some.mix({0: 2, 1: 1})
+    needs = 1 - (1 - RATES[0, 0]) ** 2 * (1 - RATES[1, 0])
+    assert some.distinct_experts(3, mix) == pytest.approx(2 * needs.sum(), rel=1e-5)
+    assert some.by_cap(3, mix)[0] == pytest.approx(2 * needs.sum(), rel=1e-5)
+    assert some.by_cap(3, mix)[6] == pytest.approx(2 * RATIO * lru_misses_by_cap(needs[None])[6], rel=1e-5)
+    assert some.distinct_by_batch(3)[2] == pytest.approx(2 * (1 - (1 - RATES[:, 0].mean(axis=0)) ** 3).sum(), rel=1e-5)
+
+
+def test_prompts_miss_what_they_need_beyond_the_experts_that_decode_steps_use_most() -> None:
+    some = curves()
+    needs = 1 - (1 - PROMPT_RATES[0, 0]) ** 3 * (1 - PROMPT_RATES[1, 0]) ** 2
+    assert some.missed_by_prompts({0: 3, 1: 2}, 0, 4) == pytest.approx(needs.sum())
+    # Experts 0, 1, 6 and 7 are used most.
+    assert some.missed_by_prompts({0: 3, 1: 2}, 4, 4) == pytest.approx(needs[2:6].sum())
+    assert some.missed_by_prompt(3, 4, 4) == pytest.approx(some.missed_by_prompts({0: 3}, 4, 4)), "both topics alike"
+    unknown = TopicCurves(RATES)
+    assert unknown.missed_by_prompts({0: 3, 1: 2}, 4, 4) == unknown.missed_by_prompt(5, 4, 4) > 0
 
 
 class Reporter:
@@ -79,19 +109,32 @@ def recorded(replicas: tuple[int, ...]) -> Recording:
     played = trace.turns.copy()
     played["ttft_s"], played["duration_s"] = result.ttft_s, result.latency_s
     seen = [
-        Signature(key=str(c), num_layers=2, num_experts=8, weights=pack(RATES[c % 2]), decode_tokens=9, lookups=36)
+        Signature(
+            key=str(c),
+            num_layers=2,
+            num_experts=8,
+            weights=pack(RATES[c % 2]),
+            decode_tokens=9,
+            lookups=36,
+            prefill_weights=pack(PROMPT_RATES[c % 2]),
+            prefill_tokens=9,
+        )
         for c in range(8)
     ]
     return Recording(trace=Trace(played), snapshots=tuple(reporter.seen), signatures=tuple(seen))
 
 
-def test_a_recording_tells_by_how_much_more_is_missed_than_the_union() -> None:
+def test_a_recording_tells_working_sets_and_by_how_much_more_is_missed() -> None:
     recording = recorded((0, 0, 0, 0, 1, 1, 1, 1))
-    rates = recording.topic_rates()
+    rates, prompt_rates = recording.topic_rates(), recording.topic_rates(is_prefill=True)
     assert rates is not None
+    assert prompt_rates is not None
     assert rates == pytest.approx(RATES, abs=0.01)
-    ratio = union_ratio_by_cap(recording, rates)
-    assert ratio[1:7] == pytest.approx(RATIO[1:7], rel=0.1)
+    assert prompt_rates == pytest.approx(PROMPT_RATES, abs=0.01)
+    engine = calibrated_engine(recording, pass_tokens=100)
+    assert isinstance(engine.curves, TopicCurves)
+    assert engine.curves.ratio == pytest.approx(RATIO, rel=0.1)
+    assert engine.pass_misses_by_cap is None
 
 
 def test_an_engine_that_was_calibrated_on_mixed_topics_knows_what_parted_ones_cost() -> None:
@@ -100,13 +143,6 @@ def test_an_engine_that_was_calibrated_on_mixed_topics_knows_what_parted_ones_co
     settings = SimulationSettings(follows_recording=True)
     result = simulate(parted, engine, num_replicas=2, split=SPLIT, settings=settings)
     assert result.latency_s.mean() == pytest.approx(parted.turns["duration_s"].mean(), rel=0.05)
-
-
-def test_what_fills_the_slots_for_the_first_time_is_no_evidence() -> None:
-    snapshot = recorded((0, 0, 0, 0, 1, 1, 1, 1)).snapshots[10]
-    assert is_warm(snapshot)
-    curve = np.array(snapshot.decode_misses_by_cap) + 0.2
-    assert not is_warm(snapshot.model_copy(update={"decode_misses_by_cap": tuple(curve.tolist())}))
 
 
 class Asking:

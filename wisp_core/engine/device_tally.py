@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wisp_core.contracts import Signature
-from wisp_core.engine.session_tally import HALF_LIFE_TOKENS, MAX_KEYS, prefixes
+from wisp_core.engine.session_tally import MAX_KEYS, prefixes
 from wisp_core.engine.step_rows import session_of
-from wisp_core.working_set.signature import ExpertTally
+from wisp_core.working_set.signature import HALF_LIFE_TOKENS, ExpertTally
 
 if TYPE_CHECKING:
     from wisp_core.pager.device.uses import DeviceUses  # needs Triton, which a CPU machine has not

@@ -10,17 +10,13 @@ import numpy.typing as npt
 
 from wisp_core.contracts import Signature
 from wisp_core.engine.step_rows import PrefillRows, StepRows
-from wisp_core.working_set.signature import ExpertTally
+from wisp_core.working_set.signature import HALF_LIFE_TOKENS, ExpertTally
 
 EVERYONE = ""
 """Key of the tally over all decode rows of the engine."""
 
 MAX_KEYS = 1024
 """Tallies kept; the least recently used one goes first."""
-
-HALF_LIFE_TOKENS = 500.0
-"""Decode tokens of a key after which a use weighs half."""
-
 
 FLUSH_ROWS = 256
 """Decode rows that are kept before they are counted, all at once: by row it would take a step's time."""

@@ -1,13 +1,14 @@
 """The costs of a live service's engine from a recording of it, so that the simulator stands for that service.
 
-Costs are what the replicas have measured of themselves. What a decode step misses goes by who decodes, where the
-recording tells sessions' working sets, else by the batch alone. Fitted is only what a turn costs outside the engine, as
-no replica sees it: the median of the difference in time to first token between the recording and its replay, since most
-turns wait for no others.
+Costs are what the replicas have measured of themselves. What steps miss goes by who runs, where the recording tells
+sessions' working sets, else by the batch alone. Two numbers are fitted, on replays of the recording with its turns
+where they ran: by how much real decode steps miss more than independent ones, and what a turn costs outside the engine,
+as no replica sees it. That is the median of the difference in time to first token, since most turns wait for no others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,6 @@ from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.simulation import SimulationSettings, simulate
 from wisp_core.simulator.topic_curves import TopicCurves
 from wisp_core.simulator.trace import Trace
-from wisp_core.simulator.union_ratio import is_warm, union_ratio_by_cap
 
 _ROUNDS = 3
 
@@ -57,7 +57,9 @@ def calibrated_engine(recording: Recording, *, pass_tokens: int, **options: obje
     for _ in range(_ROUNDS):
         result = replay(recording.trace, engine, split=starting_split(recording), **options)
         late_s = float(np.nanmedian(recording.trace.turns["ttft_s"] - result.ttft_s))
-        engine = replace(engine, turn_s=max(0.0, engine.turn_s + late_s))
+        engine = replace(
+            engine, turn_s=max(0.0, engine.turn_s + late_s), curves=_corrected(engine.curves, recording, result)
+        )
     return engine
 
 
@@ -103,14 +105,14 @@ def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
     fitted = [one for one in recording.snapshots if one.fit.num_samples and one.prefill_misses_by_cap]
     if not fitted:
         raise ConfigurationError(f"{recording.trace.source}: no snapshot has fitted costs; record under load")
-    last = fitted[-1]
-    at_no_token, per_token = pass_misses_by_tokens([one for one in fitted if is_warm(one)] or fitted)
+    last, curves = fitted[-1], _curves(recording)
+    pass_misses = np.mean([one.prefill_misses_by_cap for one in fitted], axis=0)
     return EngineModel(
         name=last.model,
         layout=last.layout,
         budget_bytes=last.budget_bytes,
         link_bytes_per_s=last.link_bytes_per_s,
-        curves=_curves(recording),
+        curves=curves,
         step_s=_mean(fitted, "step_s"),
         row_s=_mean(fitted, "token_s"),
         pass_s=_mean(fitted, "pass_s"),
@@ -118,8 +120,7 @@ def _measured_engine(recording: Recording, pass_tokens: int) -> EngineModel:
         pass_tokens=pass_tokens,
         is_pass_overlapped=False,
         starts_cold=True,
-        pass_misses_by_cap=at_no_token,
-        pass_misses_per_token_by_cap=per_token,
+        pass_misses_by_cap=None if _knows_prompts(curves) else tuple(pass_misses.tolist()),
     )
 
 
@@ -127,25 +128,35 @@ def _curves(recording: Recording) -> MissCurves:
     rates = recording.topic_rates()
     if rates is None:
         return recording.expert_curves()
-    return TopicCurves(rates, union_ratio_by_cap(recording, rates))
+    return TopicCurves(rates, prompt_rates=recording.topic_rates(is_prefill=True))
 
 
-def pass_misses_by_tokens(snapshots: list[ReplicaSnapshot]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Misses of a pass by cap, as a line over its tokens: their value at none, and what each token adds, [E + 1].
+def _knows_prompts(curves: MissCurves) -> bool:
+    return isinstance(curves, TopicCurves) and curves.prompt_rates is not None
 
-    Long prompts fill passes and need most experts; what turns of a few tokens need is far from that.
-    """
-    known = [one for one in snapshots if one.prefill_steps_per_s > 0 and one.prefill_tokens_per_s > 0]
-    misses = np.array([one.prefill_misses_by_cap for one in known or snapshots])
-    mean = misses.mean(axis=0)
-    if not known:
-        return tuple(mean.tolist()), (0.0,) * len(mean)
-    tokens = np.array([one.prefill_tokens_per_s / one.prefill_steps_per_s for one in known])
-    spread = tokens - tokens.mean()
-    square = float(spread @ spread)
-    slope = np.maximum(spread @ misses / square, 0.0) if square > 0 else np.zeros_like(mean)
-    slope = np.minimum(slope, mean / tokens.mean())  # never below none
-    return tuple((mean - slope * tokens.mean()).tolist()), tuple(slope.tolist())
+
+def _corrected(curves: MissCurves, recording: Recording, replayed: SimulationResult) -> MissCurves:
+    """``curves`` that miss as much per decode step as was measured, where a replay with them tells how much they do."""
+    if not isinstance(curves, TopicCurves):
+        return curves
+    measured = _misses_per_step(recording.snapshots)
+    steps, misses = (sum(getattr(one, name) for one in replayed.totals) for name in ("decode_steps", "decode_misses"))
+    if measured is None or not misses:
+        return curves
+    return TopicCurves(curves.rates, ratio=curves.ratio * measured * steps / misses, prompt_rates=curves.prompt_rates)
+
+
+def _misses_per_step(snapshots: Sequence[ReplicaSnapshot]) -> float | None:
+    """Mean over all replicas' decode steps, without the first copies into empty slots; None where there were none."""
+    steps, misses = 0, 0
+    for replica_id in {one.replica_id for one in snapshots}:
+        of_replica = [one for one in snapshots if one.replica_id == replica_id]
+        first, last = of_replica[0], of_replica[-1]
+        steps += last.decode.steps - first.decode.steps
+        misses += last.decode.misses - first.decode.misses
+        if first.decode.steps == 0:
+            misses -= first.split.cap * first.layout.num_layers
+    return misses / steps if steps and misses > 0 else None
 
 
 def _mean(snapshots: list[ReplicaSnapshot], name: str) -> float:

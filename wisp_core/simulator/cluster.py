@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.views import ReplicaFigures, RoutingWeights, Uses
-from wisp_core.simulator.replica import Job, Replica
+from wisp_core.simulator.replica import Replica
 from wisp_core.simulator.routers import replica_name
+from wisp_core.working_set.signature import HALF_LIFE_TOKENS
 
 
 class WorkingSets(Protocol):
@@ -20,6 +21,39 @@ class WorkingSets(Protocol):
     def use_rates(self, num_topics: int) -> npt.NDArray[np.float32]:
         """Expected uses per decode token of each topic, [topics, layers, E]."""
         ...
+
+
+class _Reported:
+    """What a replica has reported of itself, in which recent times weigh more: whom it decoded for, how it prefills."""
+
+    def __init__(self, num_topics: int) -> None:
+        self.tokens = np.zeros(num_topics)
+        """Decode tokens by topic, halved every `HALF_LIFE_TOKENS` of the replica."""
+        self.prefill_share = 0.0
+        """Part of the time that prefill passes took."""
+        self._at_s = 0.0
+        self._span_s = 0.0
+        self._decode_tokens = 0.0
+        self._pass_s = 0.0
+        self._decoding = np.zeros(num_topics)
+
+    def observe(self, replica: Replica, now_s: float) -> None:
+        """Take up what has happened until now."""
+        totals, since_s = replica.totals, now_s - self._at_s
+        keep = math.exp(-since_s / replica.window_s)
+        pass_s = self.prefill_share * self._span_s * keep + totals.pass_s - self._pass_s
+        self._span_s = self._span_s * keep + since_s
+        self.prefill_share = pass_s / self._span_s if self._span_s > 0 else 0.0
+        # Those that decoded at the last report, and those that do now.
+        before, self._decoding = self._decoding, np.zeros(len(self.tokens))
+        for topic, turns in replica.topics.items():
+            self._decoding[topic] = turns
+        turns_by_topic = before + self._decoding
+        tokens = totals.decode_tokens - self._decode_tokens
+        if tokens > 0 and turns_by_topic.any():
+            self.tokens *= 0.5 ** (tokens / HALF_LIFE_TOKENS)
+            self.tokens += tokens * turns_by_topic / turns_by_topic.sum()
+        self._at_s, self._decode_tokens, self._pass_s = now_s, totals.decode_tokens, totals.pass_s
 
 
 class Cluster:
@@ -41,7 +75,7 @@ class Cluster:
         self._fleet: Fleet | None = None
         self._weights = weights
         self._turns = [0] * len(replicas)
-        self._topic_turns = np.zeros((len(replicas), num_topics), dtype=np.float32)
+        self._reported = [_Reported(num_topics) for _ in replicas]
         self._stale: set[int] = set(range(len(replicas)))
         self.mean_turn_s = 1.0
         self.now_s = 0.0
@@ -62,13 +96,13 @@ class Cluster:
         """The working set of a session on ``topic``; None: of nobody knows which, so of all."""
         return self._uses[topic] if self._uses and topic is not None else self._uses_of_all
 
-    def begin_turn(self, replica: int, job: Job) -> None:
+    def begin_turn(self, replica: int) -> None:
         """A turn was sent there."""
-        self._change(replica, job, 1)
+        self._change(replica, 1)
 
-    def end_turn(self, replica: int, job: Job, duration_s: float) -> None:
+    def end_turn(self, replica: int, duration_s: float) -> None:
         """It has ended."""
-        self._change(replica, job, -1)
+        self._change(replica, -1)
         self.mean_turn_s += 0.05 * (duration_s - self.mean_turn_s)
 
     def note_resized(self, replica: int) -> None:
@@ -92,9 +126,8 @@ class Cluster:
             self._refresh(self._fleet)
         return self._fleet
 
-    def _change(self, replica: int, job: Job, change: int) -> None:
+    def _change(self, replica: int, change: int) -> None:
         self._turns[replica] += change
-        self._topic_turns[replica, job.topic] += change
         self._stale.add(replica)
         if self._fleet is not None:
             self._fleet.add_turns(replica_name(replica), change)
@@ -105,17 +138,18 @@ class Cluster:
         if math.isfinite(since_s):
             fleet.age(self.now_s, math.exp(-since_s / self._replicas[0].window_s))
         for number in self._stale:
-            name, turns = replica_name(number), self._topic_turns[number]
+            name, reported = replica_name(number), self._reported[number]
+            reported.observe(self._replicas[number], self.now_s)
             fleet.update(name, self._figures(number), self._turns[number])
-            if self._rates is not None and turns.sum() > 0:
-                fleet.set_rates(name, np.tensordot(turns / turns.sum(), self._rates, axes=1).astype(np.float32))
+            if self._rates is not None and reported.tokens.any():
+                shares = reported.tokens / reported.tokens.sum()
+                fleet.set_rates(name, np.tensordot(shares, self._rates, axes=1).astype(np.float32))
         self._refreshed_s = self.now_s
         self._stale.clear()
 
     def _figures(self, number: int) -> ReplicaFigures:
         replica = self._replicas[number]
         model, layout, totals = replica.model, replica.model.layout, replica.totals
-        share = totals.pass_s / self.now_s if self.now_s > 0 else 0.0
         return ReplicaFigures(
             at_s=self.now_s,
             is_healthy=1.0,
@@ -125,12 +159,12 @@ class Cluster:
             copy_s=model.copy_s,
             fixed_s=model.step_s,
             row_s=model.row_s + model.distinct_s * layout.top_k * layout.num_layers,
-            pass_s=totals.pass_link_s / totals.passes if totals.passes else np.nan,
+            pass_s=totals.pass_link_s / totals.passes + model.pass_s if totals.passes else np.nan,
             pass_tokens=totals.pass_tokens / totals.passes if totals.passes else np.nan,
             max_pass_tokens=model.pass_tokens,
             use_share=layout.top_k / layout.num_experts,
             prompt_token_s=model.token_s,
-            prefill_share=min(0.8, share),
+            prefill_share=min(0.8, self._reported[number].prefill_share),
             block_tokens=layout.block_tokens,
             kv_blocks=replica.cache.capacity,
             free_blocks=max(0, replica.cache.capacity - replica.cache.running_blocks),

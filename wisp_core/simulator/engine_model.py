@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,8 +50,6 @@ class EngineModel:
     is_pass_overlapped: bool = True
     pass_misses_by_cap: tuple[float, ...] | None = None
     """Measured copies of one pass, all layers together; [E + 1]."""
-    pass_misses_per_token_by_cap: tuple[float, ...] | None = None
-    """Measured copies that each token of a pass adds; [E + 1]."""
     stretch: float = 1.0
     """Time of a decode step's copies in the engine over their time on the bare link."""
     pass_stretch: float | None = None
@@ -96,30 +95,31 @@ class EngineModel:
             self._steps[cap, batch, mix] = step
         return step
 
-    def pass_misses(self, cap: int, tokens: int) -> float:
-        """Copies of one pass over ``tokens`` prompt tokens, all layers together."""
+    def pass_misses(self, cap: int, tokens: int, by_topic: Mapping[int, int] | None = None) -> float:
+        """Copies of one pass over ``tokens`` prompt tokens, all layers together; ``by_topic``: whose they are."""
         if self.pass_misses_by_cap is not None:
-            per_token = self.pass_misses_per_token_by_cap
-            return self.pass_misses_by_cap[cap] + (per_token[cap] * tokens if per_token is not None else 0.0)
+            return self.pass_misses_by_cap[cap]
         layout = self.layout
         if not self._is_in_place(tokens):
             return float(layout.num_layers * (layout.num_experts - cap))
-        return layout.num_layers * self.curves.missed_by_prompt(tokens, cap, layout.top_k)
+        if by_topic is None:
+            return layout.num_layers * self.curves.missed_by_prompt(tokens, cap, layout.top_k)
+        return layout.num_layers * self.curves.missed_by_prompts(by_topic, cap, layout.top_k)
 
     def pass_compute_s(self, tokens: int) -> float:
         """Seconds of a pass without copies."""
         return self.pass_s + self.token_s * tokens
 
-    def prefill_pass_s(self, cap: int, tokens: int) -> float:
-        """Seconds of one pass over ``tokens`` prompt tokens."""
-        copies_s, compute_s = self.pass_misses(cap, tokens) * self.pass_copy_s(tokens), self.pass_compute_s(tokens)
+    def prefill_pass_s(self, tokens: int, misses: float) -> float:
+        """Seconds of one pass over ``tokens`` prompt tokens with that many copies."""
+        copies_s, compute_s = misses * self.pass_copy_s(tokens), self.pass_compute_s(tokens)
         return max(copies_s, compute_s) if self.is_pass_overlapped else copies_s + compute_s
 
     def first_token_s(self, cap: int, prompt_tokens: int) -> float:
         """Time to first token of a prompt alone on an idle engine, the turn's own overhead included."""
         whole, rest = divmod(prompt_tokens, self.pass_tokens)
-        seconds = whole * self.prefill_pass_s(cap, self.pass_tokens)
-        return self.turn_s + seconds + (self.prefill_pass_s(cap, rest) if rest else 0.0)
+        sizes = [self.pass_tokens] * whole + [rest] * (rest > 0)
+        return self.turn_s + sum(self.prefill_pass_s(size, self.pass_misses(cap, size)) for size in sizes)
 
     def _is_in_place(self, tokens: int) -> bool:
         return self.in_place_tokens is None or tokens <= self.in_place_tokens

@@ -42,7 +42,11 @@ class MissCurves(ABC):
         """The same at every cap, [E + 1]."""
         return np.zeros(self.num_experts + 1)
 
+    def missed_by_prompts(self, tokens: Mapping[int, int], cap: int, top_k: int) -> float:
+        """Experts of a layer that so many prompt tokens by topic need and that ``cap`` slots do not hold."""
+        return self.missed_by_prompt(sum(tokens.values()), cap, top_k)
+
     def missed_by_prompt(self, tokens: int, cap: int, top_k: int) -> float:
-        """Experts of a layer that ``tokens`` tokens of one prompt need and that ``cap`` slots do not hold."""
+        """The same of one prompt, whatever its topic."""
         needed_share = 1.0 - (1.0 - top_k / self.num_experts) ** tokens
         return float(needed_share * (self.num_experts - cap))

@@ -36,21 +36,24 @@ class Recording:
     signatures: tuple[Signature, ...] = ()
     """Of the trace's sessions; the key is a session's number."""
 
-    def topic_rates(self) -> UseRates | None:
+    def topic_rates(self, *, is_prefill: bool = False) -> UseRates | None:
         """Uses per decode token of each of the trace's topics, [topics, L, E]: those of its sessions together.
 
-        A topic of which no session was seen is taken to be like all. None without signatures.
+        A topic of which no session was seen is taken to be like all. None without signatures. ``is_prefill``: uses
+        per prompt token.
         """
         turns, top_ks = self.trace.turns, {one.layout.top_k for one in self.snapshots}
         topic_of = dict(zip(turns["session"].tolist(), turns["topic"].tolist(), strict=True))
         seen: dict[int, list[Signature]] = {}
         for one in self.signatures:
-            if one.decode_tokens and int(one.key) in topic_of:
+            if (one.prefill_tokens if is_prefill else one.decode_tokens) and int(one.key) in topic_of:
                 seen.setdefault(topic_of[int(one.key)], []).append(one)
         if not seen or len(top_ks) != 1:
             return None
         (top_k,) = top_ks
-        rates = {topic: use_rates(merge(str(topic), found), top_k) for topic, found in seen.items()}
+        rates = {
+            topic: use_rates(merge(str(topic), found), top_k, is_prefill=is_prefill) for topic, found in seen.items()
+        }
         mean: UseRates = np.mean(list(rates.values()), axis=0)
         return np.stack([rates.get(topic, mean) for topic in range(self.trace.num_topics)])
 

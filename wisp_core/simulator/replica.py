@@ -265,16 +265,16 @@ class Replica:
     def _begin_pass(self) -> float:
         """Choose the prompts of the next pass; returns its seconds."""
         left = max(1, self.model.pass_tokens - len(self._decoding))
-        tokens, self._pass = 0, []
+        tokens, self._pass, by_topic = 0, [], Counter[int]()
         for entry in self.prefilling:
             share = min(left - tokens, entry.left)
             self._pass.append((entry, share))
+            by_topic[entry.job.topic] += share
             tokens += share
             if tokens == left:
                 break
-        cap = 0 if self._is_cold else self.cap
-        seconds = self.model.prefill_pass_s(cap, tokens)
-        misses = self.model.pass_misses(cap, tokens)
+        misses = self.model.pass_misses(0 if self._is_cold else self.cap, tokens, by_topic)
+        seconds = self.model.prefill_pass_s(tokens, misses)
         self.totals.add_pass(tokens, misses, misses * self.model.pass_copy_s(tokens), seconds)
         return seconds
 
@@ -353,7 +353,7 @@ class Replica:
         """An admitted turn: its distances of reuse are final."""
         assert self.stack is not None
         self.asked.revise(job.turn, self._amounts(job, self._saved(job)))
-        self.stack.touch(job.session, job.blocks)
+        self.stack.remove(job.session)  # a running turn holds it
 
     def _amounts(self, job: Job, saved: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """What the turn asks for."""
@@ -370,15 +370,8 @@ class Replica:
         if others is not None:
             tokens = blocks * block_tokens
             passes = self._passes(job.prompt_tokens) - self._passes(job.prompt_tokens - tokens)
-            others += self._held_since_before(others)
+            others += self.cache.running_blocks
             for piece in range(1, _REUSE_PIECES + 1):
                 edge = min(bisect_left(self.edges, others + -(-blocks * piece // _REUSE_PIECES)), len(self.edges) - 1)
                 saved[edge] += (piece == _REUSE_PIECES, tokens / _REUSE_PIECES, passes / _REUSE_PIECES)
         return saved
-
-    def _held_since_before(self, others: int) -> int:
-        """Blocks of running turns that began before what ``others`` blocks were used after."""
-        assert self.stack is not None
-        running = [entry.job for entry in self.prefilling] + [job for _, _, job in self._decoding]
-        since = [(job, self.stack.since(job.session)) for job in running]
-        return sum(job.blocks for job, blocks in since if blocks is not None and blocks > others)

@@ -226,7 +226,7 @@ class _Run:
         self.replica_of[index] = number
         self._cluster.note_home(self._homes.get(job.session), number)
         self._homes[job.session] = number
-        self._cluster.begin_turn(number, job)
+        self._cluster.begin_turn(number)
         self._wake_at(number, self._replicas[number].arrive(job, now_s))
 
     def _place(self, router: Router, index: int, job: Job) -> int:
@@ -252,8 +252,7 @@ class _Run:
     def _end_turn(self, index: int, now_s: float) -> None:
         self.ended_s[index] = now_s
         self._known_users.add(self._users[index])
-        job = self._jobs[index]
-        self._cluster.end_turn(int(self.replica_of[index]), job, now_s - float(self.arrived_s[index]))
+        self._cluster.end_turn(int(self.replica_of[index]), now_s - float(self.arrived_s[index]))
         self._follow(index)
 
     def _follow(self, index: int) -> None:

@@ -95,6 +95,10 @@ def use_rates(signature: Signature, top_k: int, *, is_prefill: bool = False) -> 
     return capped
 
 
+HALF_LIFE_TOKENS = 500.0
+"""Decode tokens of a key after which a use weighs half."""
+
+
 @dataclass(slots=True)
 class _Entry:
     counts: npt.NDArray[np.float64]  # [L, E], decode steps

@@ -147,6 +147,7 @@ class _Way:
                 self.is_interrupted = True  # what was played until then is a row like that of a run that was cut
             lasted_s = time.monotonic() - started_s
             after = await store.list_snapshots()
+            self._snapshots += after  # what replicas count is whole
             records = await store.list_turns(TURN_LOG_LENGTH)
             self._records = [one for one in records if one.at_s >= since_s and not one.is_failed]
             found = await store.read_signatures({one.session_key for one in self._records})
