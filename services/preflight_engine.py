@@ -30,6 +30,8 @@ _PARSERS = {
 """Arguments that name a parser: vLLM's file that registers them, and the argument that adds others."""
 _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _LONGER_THAN_THE_MODEL = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+"""A number that YAML may have left a text: 1e-3."""
 _DENSE_SURE = 0.9
 """Part of the dense weights, as read from config.json, that an engine has for certain."""
 
@@ -60,6 +62,8 @@ def check_arguments(replica: ReplicaSettings) -> None:
         problems.append(f"replica.engine.dtype: vLLM has no {dtype!r}; it has {', '.join(_DTYPES)}")
     for name, value in sorted(replica.engine.items()) if types else ():
         problem = _type_problem(types[name], value) if name in types else _unknown(name, types)
+        if problem is None and name == "max_model_len" and value is not None and not (value >= 1 or value == -1):
+            problem = f"takes 1 token or more, or -1 for as many as fit, not {value!r}"
         if problem is None and name in _PARSERS:
             problem = _parser_problem(name, value, replica)
         if problem is not None:
@@ -84,8 +88,8 @@ def _type_problem(annotation: str, value: Any) -> str | None:
         is_taken, takes = isinstance(value, bool) or value in (0, 1), "true or false"
     else:
         takes = "a whole number" if wanted == {"int"} else "a number"
-        if isinstance(value, str):  # "16", and what vLLM may take beside numbers, such as 32k and auto
-            is_taken = value == "auto" or re.match(r"[+-]?\.?\d", value) is not None
+        if isinstance(value, str):  # An engine gets Python values, not the command line's 32k and auto.
+            is_taken = wanted == {"float"} and _FLOAT.fullmatch(value) is not None
         else:
             is_taken = isinstance(value, int | float) and not isinstance(value, bool)
             is_taken = is_taken and (wanted == {"float"} or value == int(value))
@@ -198,7 +202,7 @@ def check_caps(shape: ModelShape, replica: ReplicaSettings, policy: PolicySettin
 def _max_model_len(config: dict[str, Any], shape: ModelShape, replica: ReplicaSettings) -> int:
     """Tokens of the longest request; 0 if not known. Raises ConfigurationError for more than the model has places."""
     asked = replica.engine.get("max_model_len")
-    if not isinstance(asked, int) or isinstance(asked, bool):  # vLLM takes "32k" and -1 too
+    if not isinstance(asked, int) or isinstance(asked, bool):
         return 0
     is_stretched = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
     may_be_longer = is_stretched or {**os.environ, **replica.env}.get(_LONGER_THAN_THE_MODEL, "0") not in ("", "0")

@@ -85,7 +85,8 @@ class Gateway:
         self._large_body_of: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By tenant: one body of each waits for the common lock, so that tenants take turns."""
         self._background: set[asyncio.Task[Any]] = set()
-        self._max_model_len = int(config.replica.engine.get("max_model_len") or DEFAULT_MAX_MODEL_LEN)
+        asked = config.replica.engine.get("max_model_len")
+        self._max_model_len: int = asked if isinstance(asked, int) and asked > 0 else DEFAULT_MAX_MODEL_LEN
 
     @property
     def model(self) -> str:

@@ -89,10 +89,12 @@ class WorkingSetAutoscaling:
 
 
 def autoscaling_config(count: int, settings: AutoscalingSettings) -> dict[str, Any]:
-    """Serve's ``autoscaling_config`` for ``count`` replicas or more; one that goes ends its turns first."""
+    """Serve's ``autoscaling_config`` for ``count`` replicas or more; one that goes ends its turns first.
+
+    Without ``initial_replicas``: Serve would go back to that number at every upgrade.
+    """
     return {
         "min_replicas": count,
-        "initial_replicas": count,
         "max_replicas": max(count, settings.max_count),
         "upscale_delay_s": settings.up_delay_s,
         "downscale_delay_s": settings.down_delay_s,

@@ -150,6 +150,7 @@ class Service:
         started_s: float = 0.0,
         host: str = "127.0.0.1",
         max_body_bytes: int = 10_000,
+        max_model_len: int | None = 512,
         **limits: Any,
     ) -> None:
         self.handle, self.own_handle = ScriptedHandle(), ScriptedHandle()
@@ -157,7 +158,7 @@ class Service:
         config = ServiceConfig(
             http=HttpSettings(host=host, max_body_bytes=max_body_bytes, max_header_bytes=2_000, body_timeout_s=0.2),
             model=ModelSettings(path="models/tiny"),
-            replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
+            replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": max_model_len}),
             tenants=(TenantSettings(tenant_id="a", key_sha256="0" * 64),),
         )
         declared = [declare("a", KEY, **limits), declare("b", OTHER_KEY)]

@@ -100,8 +100,9 @@ async def test_over_quota() -> None:
     assert len(service.handle.calls) == 1
 
 
-async def test_n_counts_against_the_tokens() -> None:
-    service = Service(tokens_per_minute=500)
+@pytest.mark.parametrize("max_model_len", [512, None, -1])  # -1: vLLM's word for as many as fit
+async def test_n_counts_against_the_tokens(max_model_len: int | None) -> None:
+    service = Service(tokens_per_minute=500, max_model_len=max_model_len)
     reply = await service.chat(n=5, max_tokens=100)
     assert (reply.status, reply.error["type"]) == (429, "tokens")
 

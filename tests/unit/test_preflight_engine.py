@@ -91,6 +91,11 @@ def test_arguments_of_engine_and_frontend_are_known() -> None:
         ({"max_num_seqs": "many"}, "takes a whole number, not 'many'"),
         ({"max_num_seqs": 1.5}, "takes a whole number, not 1.5"),
         ({"max_num_seqs": [4]}, r"takes a whole number, not \[4\]"),
+        ({"max_num_batched_tokens": "8k"}, "takes a whole number, not '8k'"),
+        ({"max_model_len": "auto"}, "takes a whole number, not 'auto'"),
+        ({"max_model_len": "32k"}, "takes a whole number, not '32k'"),
+        ({"max_model_len": 0}, "takes 1 token or more, or -1 for as many as fit, not 0"),
+        ({"max_model_len": -2}, "takes 1 token or more, or -1 for as many as fit, not -2"),
         ({"block_size": True}, "takes a whole number, not True"),
         ({"watermark": "high"}, "takes a number, not 'high'"),
         ({"enforce_eager": "maybe"}, "takes true or false, not 'maybe'"),
@@ -110,8 +115,8 @@ def test_a_value_that_an_argument_cannot_have_is_refused_by_its_name(
 @pytest.mark.parametrize(
     "engine",
     [
-        {"max_num_seqs": 4, "block_size": "16", "watermark": 0, "enforce_eager": True, "seed": None},
-        {"max_num_batched_tokens": "8k", "max_model_len": "auto", "dtype": "bfloat16"},
+        {"max_num_seqs": 4, "block_size": 16, "watermark": "1e-2", "enforce_eager": True, "seed": None},
+        {"max_num_batched_tokens": 8192, "max_model_len": -1, "dtype": "bfloat16"},
         {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
         {"tool_call_parser": "mine", "tool_parser_plugin": "mine.py"},
     ],

@@ -17,6 +17,9 @@ import pytest
 import ray
 import yaml
 from ray import serve
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.deployment_info import DeploymentInfo
 
 from services.app import Service, reason_in
 from services.cli.serve import load_config
@@ -91,6 +94,26 @@ def test_what_an_engine_is_told_takes_new_ones(tmp_path: Path, changed: dict[str
 
 def test_new_code_takes_new_engines(tmp_path: Path) -> None:
     assert version_of(config(tmp_path), code="1") != version_of(config(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+def test_replicas_that_autoscaling_has_started_stay_in_an_upgrade(tmp_path: Path) -> None:
+    def info(count: int, max_turns: int, code: str) -> DeploymentInfo:
+        settings = {"count": count, "max_ongoing_turns": max_turns, "autoscaling": {"max_count": 8}}
+        replicas = deployed(config(tmp_path, settings), code)
+        return DeploymentInfo(
+            deployment_config=replicas._deployment_config,
+            replica_config=replicas._replica_config,
+            start_time_ms=0,
+            deployer_job_id="",
+            version=replicas.version,
+        )
+
+    serve_s = DeploymentAutoscalingState(DeploymentID("Replica", "wisp"))
+    assert serve_s.register(info(2, 64, "0"), 0) == 2
+    assert serve_s.register(info(2, 65, "0"), 6) == 6
+    assert serve_s.register(info(2, 65, "1"), 6) == 6
+    assert serve_s.register(info(7, 65, "1"), 6) == 7
 
 
 def test_edited_added_and_renamed_source_is_new_code(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def choose_for_engine(model: str, engine_args: Mapping[str, Any], budget_bytes: 
         dtype=engine_args.get("dtype"),
         kv_dtype=engine_args.get("kv_cache_dtype") or "auto",
     )
-    max_model_len = engine_args.get("max_model_len")
+    max_model_len = engine_args.get("max_model_len") or 0
     turns = min(engine_args.get("max_num_seqs") or _MOST_TURNS, _MOST_TURNS)
     while True:
         request = PlanRequest(
@@ -32,7 +32,7 @@ def choose_for_engine(model: str, engine_args: Mapping[str, Any], budget_bytes: 
             card=card,
             budget_bytes=budget_bytes,
             concurrency=turns,
-            max_model_len=max_model_len if isinstance(max_model_len, int) else shape.max_positions,
+            max_model_len=max_model_len if max_model_len > 0 else shape.max_positions,
             block_size=engine_args.get("block_size") or 16,
         )
         try:
