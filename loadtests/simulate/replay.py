@@ -21,14 +21,19 @@ import numpy as np
 
 from policies.damping import Damped, Damping
 from policies.registry import load_policy
+from wisp_core.contracts import ReplicaSnapshot
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.calibration import calibrated_engine, compare, replay, starting_split
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.recording import Recording, read_recording
+from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.routers import ScoredRouter
 from wisp_core.simulator.simulation import SimulationSettings
 from wisp_core.simulator.topic_curves import TopicCurves
 from wisp_core.simulator.trace import Trace
+
+Parts = dict[str, float]
+"""Sums over all replicas, which tell where an error comes from."""
 
 _FIGURES = ("measured_turn_s", "simulated_turn_s", "measured_ttft_s", "simulated_ttft_s")
 
@@ -57,11 +62,12 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
     for name, policy in ((config.fit, "static"), *config.judged):
         recording = read_recording(directory / name)
         split, judged = starting_split(recording), _with_working_sets(engine, recording)
-        runs = []
+        runs, parts = [], []
         for trace in _jittered(recording.trace, config):
             placing = _placing(judged)
             result = replay(trace, judged, split=split, policy=_moving(policy), settings=settings, **placing)
             runs.append(compare(recording.trace, result))
+            parts.append(_simulated_parts(result))
         figures = {name: fmean(getattr(run, name) for run in runs) for name in _FIGURES}
         simulated = [run.simulated_turn_s for run in runs]
         yield {
@@ -74,7 +80,29 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
             **figures,
             "simulated_turn_sd_s": stdev(simulated) if len(simulated) > 1 else 0.0,
             "off_by": figures["simulated_turn_s"] / figures["measured_turn_s"] - 1,
+            "measured": _measured_parts(recording.snapshots),
+            "simulated": {name: fmean(part[name] for part in parts) for name in parts[0]},
         }
+
+
+def _measured_parts(snapshots: Sequence[ReplicaSnapshot]) -> Parts:
+    """What all replicas did between their first and last reports."""
+    first = {one.replica_id: one for one in reversed(snapshots)}
+    last = {one.replica_id: one for one in snapshots}
+    spans = [(first[name], last[name]) for name in first]
+    return {
+        "decode_steps": sum(b.decode.steps - a.decode.steps for a, b in spans),
+        "decode_misses": sum(b.decode.misses - a.decode.misses for a, b in spans),
+        "passes": sum(b.prefill.steps - a.prefill.steps for a, b in spans),
+        "pass_misses": sum(b.prefill.misses - a.prefill.misses for a, b in spans),
+        "pass_tokens": sum(b.prefill.tokens - a.prefill.tokens for a, b in spans),
+    }
+
+
+def _simulated_parts(result: SimulationResult) -> Parts:
+    """The same of a simulation, from its start to its end."""
+    names = ("decode_steps", "decode_misses", "passes", "pass_misses", "pass_tokens")
+    return {name: sum(getattr(one, name) for one in result.totals) for name in names}
 
 
 def _with_working_sets(engine: EngineModel, recording: Recording) -> EngineModel:
@@ -115,18 +143,40 @@ def _moving(name: str) -> Damped[Any]:
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Errors of the judged recordings, and whether the simulator orders those of the same work as the service does.
 
-    ``swapped`` names the pairs that it orders otherwise, with the measured difference.
+    Recordings of the same work and the same way to divide are equal runs: the most that two of them differ by is the
+    service's noise. ``swapped`` names the pairs that differ by more and that the simulator orders otherwise,
+    ``too_close`` those that differ by less, of which nobody knows the order; both with the measured difference.
     """
     judged = [row for row in rows if not row["is_fitted"]]
+    pairs = [(one, other) for one, other in combinations(rows, 2) if one["work"] == other["work"]]
+    equal = [pair for pair in pairs if _is_equal(*pair)]
+    noise = max((_difference(*pair) for pair in equal), default=0.0)
+    others = [pair for pair in pairs if pair not in equal]
+    apart = [pair for pair in others if _difference(*pair) > noise]
     swapped = [
-        f"{one['recording']}, {other['recording']}: {abs(one['measured_turn_s'] / other['measured_turn_s'] - 1):.1%}"
-        for one, other in combinations(rows, 2)
-        if one["work"] == other["work"]
-        and (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
+        (one, other)
+        for one, other in apart
+        if (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
     ]
     return {
         "worst_error_pct": max(100 * abs(row["off_by"]) for row in judged),
         "fitted_error_pct": max(100 * abs(row["off_by"]) for row in rows if row["is_fitted"]),
+        "num_equal_runs": len(equal),
+        "equal_runs_differ_pct": 100 * noise,
+        "num_ordered_pairs": len(apart),
         "is_order_same": not swapped,
-        "swapped": swapped,
+        "swapped": [_named(*pair) for pair in swapped],
+        "too_close": [_named(*pair) for pair in others if pair not in apart],
     }
+
+
+def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["policy"] == other["policy"] and (one["cap"] == other["cap"] or one["policy"] != "static"))
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return float(abs(one["measured_turn_s"] / other["measured_turn_s"] - 1))
+
+
+def _named(one: dict[str, Any], other: dict[str, Any]) -> str:
+    return f"{one['recording']}, {other['recording']}: {_difference(one, other):.1%}"
