@@ -38,6 +38,7 @@ def engine_environment() -> Iterator[None]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, os.environ.get(name, value))
         yield
+    gc.collect()  # vLLM leaves its ZeroMQ contexts to this, with a warning: here it is ignored, in others' tests not.
 
 
 @pytest.fixture(scope="session")
