@@ -112,7 +112,9 @@ class Gateway:
             running.mark_error(error)
             self._finish(running)
             raise
-        ids = {SESSION_HEADER: session.session_id, TURN_HEADER: running.turn_id, REQUEST_HEADER: running.turn_id}
+        ids = {TURN_HEADER: running.turn_id, REQUEST_HEADER: running.turn_id}
+        if session.session_id:
+            ids[SESSION_HEADER] = session.session_id
         return Reply(reply.status, {**reply.headers, **ids}, reply.body)
 
     @contextlib.asynccontextmanager

@@ -33,6 +33,12 @@ _SESSION = {
     "description": "Names the session of a turn.",
     "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:@=+~-]{1,128}$"},
 }
+_SALT = {
+    "name": "x-cache-salt",
+    "in": "header",
+    "description": "Prompts with different salts share no blocks of the prefix cache.",
+    "schema": {"type": "string", "maxLength": 256},
+}
 _TURNS = {"name": "turns", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999999}}
 _TENANT = {"name": "tenant_id", "in": "path", "required": True, "schema": {"type": "string"}}
 _MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -51,8 +57,8 @@ class Operation:
 
 
 OPERATIONS = {
-    "chat": Operation("POST", CHAT_PATH, "Answer a chat.", ChatFields, (_SESSION,)),
-    "completion": Operation("POST", COMPLETIONS_PATH, "Continue a text.", CompletionFields, (_SESSION,)),
+    "chat": Operation("POST", CHAT_PATH, "Answer a chat.", ChatFields, (_SESSION, _SALT)),
+    "completion": Operation("POST", COMPLETIONS_PATH, "Continue a text.", CompletionFields, (_SESSION, _SALT)),
     "list_models": Operation("GET", "/v1/models", "The models served: one."),
     "show_model": Operation("GET", "/v1/models/{name:path}", "One model.", parameters=(_MODEL,)),
     "healthz": Operation("GET", "/healthz", "This process answers."),

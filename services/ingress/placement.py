@@ -24,6 +24,7 @@ from wisp_core.routing.pick import first
 from wisp_core.routing.route import route
 from wisp_core.routing.views import RoutingDecision, RoutingRequest, RoutingWeights, Uses, figures_of
 from wisp_core.store.interface import Store
+from wisp_core.store.usage import is_single_turn
 from wisp_core.working_set.signature import use_rates
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ class Turn(Section):
     tenant: str = ""
     prompt_tokens_estimate: int = 0
     max_tokens: int = 0
-    pin: str | None = Field(default=None, description="The replica to use, if it exists.")
     home: str | None = Field(default=None, description="Where the store said that the session lives.")
     home_version: int = Field(default=0, description="Version of that placement.")
 
@@ -60,9 +60,14 @@ class Turn(Section):
         """This turn when what was read of its home is no longer news."""
         return self if self.home is None else self.model_copy(update={"home": None})
 
+    @property
+    def is_of_session(self) -> bool:
+        """Whether turns may follow, which should find what this one leaves."""
+        return bool(self.session_key) and not is_single_turn(self.session_key)
+
     def signature_keys(self) -> list[str]:
         """Whose habits tell of this turn's, from the most general to its own."""
-        keys = (self.tenant, self.prompt_key, self.user_key, self.session_key)
+        keys = (self.tenant, self.prompt_key, self.user_key, self.session_key if self.is_of_session else "")
         return [key for key in dict.fromkeys(keys) if key]
 
 
@@ -116,7 +121,7 @@ class PlacementDirectory:
         self._mean_turn_s = 1.0
 
     async def rank(self, turn: Turn, excluded: frozenset[str] = frozenset()) -> RoutingDecision:
-        """Order the replicas for ``turn`` and settle with the other routers where its session lives.
+        """Order the replicas for ``turn`` and settle with the other routers where its session lives, if it has one.
 
         ``excluded`` are known to be lost, or have just failed this turn: they come last.
 
@@ -132,7 +137,7 @@ class PlacementDirectory:
             known = self._homes.get(turn.session_key)
             home, is_read = _newest_home(turn, known)
             decision = self._decide(turn, home, uses, excluded)
-            if turn.pin is not None or not turn.session_key or decision.is_for_this_turn_only:
+            if not turn.is_of_session or decision.is_for_this_turn_only:
                 break
             if is_read and home is not None and decision.chosen == home.replica_id:
                 if known is None:  # Of a time before this router's: load reports count it already.
@@ -152,7 +157,8 @@ class PlacementDirectory:
                     reason="another router has placed it",
                 )
                 break
-        _remember(self._last_prompt_tokens, turn.session_key, turn.prompt_tokens_estimate, MAX_SESSIONS)
+        if turn.is_of_session:
+            _remember(self._last_prompt_tokens, turn.session_key, turn.prompt_tokens_estimate, MAX_SESSIONS)
         return decision
 
     def _decide(self, turn: Turn, home: _Home | None, uses: Uses | None, excluded: frozenset[str]) -> RoutingDecision:
@@ -165,7 +171,6 @@ class PlacementDirectory:
             prefix_tokens=known_tokens if home is not None else 0,
             uses=uses,
             mean_turn_s=self._mean_turn_s,
-            pin=turn.pin,
             excluded=excluded,
         )
         return route(request, self._fleet, time.time())

@@ -69,7 +69,7 @@ class WispRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
             return [[by_id[replica_id]] for replica_id in hash_order(session_key, by_id)[:8]]
 
     async def _order(self, turn: Turn, request_id: str) -> tuple[str, ...]:
-        """Replicas for a turn, the best first, and only one if it is pinned there."""
+        """Replicas for a turn, the best first."""
         directory = await self._ready_directory()
         suspects = {replica_id for replica_id, until_s in self._suspects.items() if until_s > time.monotonic()}
         tried = self._tried.get(turn.turn_id)

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from services.ingress.errors import bad_request
+from wisp_core.store.usage import SINGLE_TURN
 
 SESSION_HEADER = "x-session-id"
 SALT_HEADER = "x-cache-salt"
@@ -27,7 +28,7 @@ class Session:
 
     tenant_id: str
     session_id: str
-    """As the client knows it."""
+    """As the client named it; "": it did not."""
     session_key: str
     user_key: str
 
@@ -35,14 +36,14 @@ class Session:
 def identify(tenant_id: str, user: str, session_header: str | None) -> Session:
     """Name the session of a turn.
 
-    Without a session header all turns of a user are one session, and a turn without either is one of its own.
-    Raises ApiError (400) for a header that is no id.
+    Without a session header all turns of a user are one session, and a turn without either is one of its own, which no
+    client can name. Raises ApiError (400) for a header that is no id.
     """
     if session_header is not None and not _SESSION.fullmatch(session_header):
         raise bad_request(f"'{SESSION_HEADER}' must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ = + ~ -")
-    session_id = session_header or ("" if user else secrets.token_hex(12))
     user_key = f"{tenant_id}/{quote(user, safe='')}"
-    return Session(tenant_id, session_id, f"{user_key}/{session_id}", user_key)
+    last_part = session_header or ("" if user else SINGLE_TURN + secrets.token_hex(12))
+    return Session(tenant_id, session_header or "", f"{user_key}/{last_part}", user_key)
 
 
 def prompt_key(secret: str, tenant_id: str, body: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import time
 from services.replica.state import ReplicaState
 from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import EngineUnavailableError, StoreUnavailableError
+from wisp_core.store.usage import is_single_turn
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class Reporter:
 
     async def _new_signatures(self) -> list[Signature]:
         signatures = await self._state.engine.signatures()
-        return [*signatures, *self._state.prompt_groups.take_up(signatures)]
+        prompts = self._state.prompt_groups.take_up(signatures)
+        return [*(one for one in signatures if not is_single_turn(one.key)), *prompts]
 
     async def _report_or_count(self) -> None:
         try:

@@ -206,13 +206,14 @@ async def test_turns_add_up_per_session(store: Store) -> None:
         TurnRecord(session_key="t/u/s", replica_id="r2", is_failed=True, duration_s=2.0, at_s=1001.0)
     )
     await store.record_turn(TurnRecord(session_key="t/u/other", replica_id="r2", at_s=999.0))
+    await store.record_turn(TurnRecord(session_key="t//!1", replica_id="r2", at_s=998.0))  # a session of one turn
     usage, other = await store.list_sessions(10)
     assert other.session_key == "t/u/other"
     assert (usage.turns, usage.failed_turns, usage.replica_id, usage.last_turn_at_s) == (2, 1, "r2", 1001.0)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 64, 20)
     assert (usage.ttft_sum_s, usage.ttft_turns, usage.decode_s) == (0.25, 1, 0.75)
     newest, *older = await store.list_turns(10)
-    assert newest.session_key == "t/u/other"
+    assert newest.session_key == "t//!1"
     assert older[-1] == good
     assert len(await store.list_turns(2)) == 2
 

@@ -170,13 +170,6 @@ async def test_telemetry_moves_a_session_for_both_processes(app: DeploymentHandl
     assert await caller.ask.remote("t/u/moves") == moved
 
 
-async def test_a_pin_reaches_any_replica(app: DeploymentHandle, store: RedisStore) -> None:
-    everyone = {(await ask(app, f"t/u/pin{i}"))["replica_id"] for i in range(30)}
-    for replica_id in everyone:
-        assert (await ask(app, "t/u/pinned", pin=replica_id))["replica_id"] == replica_id
-    assert (await ask(app, "t/u/pinned", pin="gone"))["replica_id"] in everyone
-
-
 async def test_a_repeated_turn_goes_elsewhere(app: DeploymentHandle, store: RedisStore) -> None:
     attempts = [(await ask(app, "t/u/again", turn_id="turn-1"))["replica_id"] for _ in range(NUM_REPLICAS)]
     assert len(set(attempts)) == NUM_REPLICAS

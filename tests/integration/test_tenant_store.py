@@ -252,7 +252,7 @@ async def test_turns_add_up_per_tenant(store: Store) -> None:
         session_key="a/u/s", replica_id="r1", prompt_tokens=10, cached_tokens=4, completion_tokens=3, ttft_s=0.1
     )
     await store.record_turn(first)
-    await store.record_turn(TurnRecord(session_key="a//s2", replica_id="r2", is_failed=True, prompt_tokens=5))
+    await store.record_turn(TurnRecord(session_key="a//!s2", replica_id="r2", is_failed=True, prompt_tokens=5))
     usage = TenantUsage(tenant_id="a", turns=2, failed_turns=1, prompt_tokens=15, cached_tokens=4, completion_tokens=3)
     assert await store.list_tenant_usage() == [usage]
     await store.delete_tenant("a")

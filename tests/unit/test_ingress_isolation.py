@@ -42,6 +42,13 @@ async def test_another_tenant_s_session_and_user_ids_name_sessions_of_one_s_own(
     assert (first["tenant"], second["tenant"]) == ("a", "b")
 
 
+async def test_a_turn_without_user_and_session_is_in_none_that_a_client_can_name(service: Service) -> None:
+    keys = [(await sent_by(service, {}))["session_key"] for _ in range(2)]
+    assert all(key.startswith("a//!") for key in keys)
+    assert len(set(keys)) == 2
+    assert (await sent_by(service, {}, user="!1"))["session_key"] == "a/%211/"
+
+
 @given(st.text(max_size=40), st.from_regex(r"[A-Za-z0-9._:@=+~-]{1,40}", fullmatch=True))
 def test_no_id_leaves_its_tenant(user: str, session_id: str) -> None:
     session = identify("b", user, session_id)
@@ -50,7 +57,7 @@ def test_no_id_leaves_its_tenant(user: str, session_id: str) -> None:
     assert session.user_key == session.session_key.rpartition("/")[0]
 
 
-@pytest.mark.parametrize("session_id", ["../a/ann/s1", "a/ann/s1", "s1\n", "", "x" * 129, "s1%2f"])
+@pytest.mark.parametrize("session_id", ["../a/ann/s1", "a/ann/s1", "s1\n", "", "x" * 129, "s1%2f", "!1"])
 async def test_guessed_session_ids_that_are_keys_are_refused(service: Service, session_id: str) -> None:
     reply = await service.chat(headers={**OTHER, "x-session-id": session_id})
     assert reply.status == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from services.config import RoutingSettings
 from services.ingress.placement import PlacementDirectory, Turn
 from services.ingress.routers import RouterConfig
+from services.ingress.sessions import identify
 from services.store_address import StoreAddress
 from wisp_core.contracts import KvDemand, MemoryLayout, Placement, ReplicaSnapshot, Signature, Split
 from wisp_core.routing.hashing import hash_order
@@ -210,13 +212,19 @@ async def test_turns_on_their_way_count_before_a_snapshot_shows_them() -> None:
     assert known._own_turns == {"r1": 0}
 
 
-async def test_a_pinned_turn_does_not_move_its_session() -> None:
+async def test_turns_that_name_no_session_are_spread_and_leave_nothing() -> None:
     store = MemoryStore()
     known = directory(store)
-    first = await home(known, turn())
-    other = next(replica_id for replica_id in REPLICAS if replica_id != first)
-    assert await home(known, turn(pin=other)) == other
-    assert await home(known, turn()) == first
+    await store.write_signatures("r1", [signature("t", 0, 1), signature("t/", 0, 1)])
+    chosen = Counter()
+    for _ in range(60):
+        session = identify("t", "", None)
+        one = Turn(session_key=session.session_key, user_key=session.user_key, tenant="t", max_tokens=100)
+        assert one.signature_keys() == ["t", "t/"]
+        chosen[await home(known, one)] += 1
+    assert set(chosen) == set(REPLICAS)
+    assert await store.list_placements(100) == []
+    assert (len(known._homes), len(known._last_prompt_tokens)) == (0, 0)
 
 
 async def test_refreshing_outlives_an_outage() -> None:

@@ -14,6 +14,8 @@ from ingress_in_process import ADMIN_KEY, ANSWER, EVENTS, HEAD, KEY, Service
 from schemathesis.generation import GenerationMode
 
 from services.ingress.openapi import openapi
+from services.ingress.request_fields import CHAT_PATH, COMPLETIONS_PATH
+from services.ingress.sessions import SALT_HEADER, SESSION_HEADER
 
 EXAMPLES = 40
 """Of each operation and mode."""
@@ -43,6 +45,12 @@ def fuzz(operation: Any, mode: GenerationMode) -> Counter[int]:
 
     send()
     return statuses
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+def test_the_document_has_every_header_that_a_turn_may_carry(path: str) -> None:
+    parameters = openapi()["paths"][path]["post"]["parameters"]
+    assert {one["name"] for one in parameters} == {SESSION_HEADER, SALT_HEADER}
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])

@@ -58,6 +58,8 @@ async def test_signatures_that_the_store_did_not_take_come_with_the_next_report(
     store, engine, metrics = FailingStore(), Engine(), ReplicaMetrics()
     state = ReplicaState(replica_id="r1", engine=cast(Any, engine), store=store, metrics=metrics)
     state.prompt_groups.note("t/u/a", "t/@p")
+    state.prompt_groups.note("t//!1", "t/@q")
+    engine.touched.append("t//!1")  # Nobody will ask for it, but for what its prompt is like.
     reporter = Reporter(state, period_s=60.0)
     for touched in ([], ["t/u/b"]):
         engine.touched += touched
@@ -66,7 +68,7 @@ async def test_signatures_that_the_store_did_not_take_come_with_the_next_report(
     store.is_up = True
     await reporter.report()
     await reporter.report()
-    found = await store.read_signatures(["t/u/a", "t/@p", "t/u/b"])
-    assert found.keys() == {"t/u/a", "t/@p", "t/u/b"}
+    found = await store.read_signatures(["t/u/a", "t/@p", "t/u/b", "t//!1", "t/@q"])
+    assert found.keys() == {"t/u/a", "t/@p", "t/u/b", "t/@q"}
     assert engine.expected == ["t/u/a", "t/u/b"]
     metrics.close()

@@ -96,12 +96,6 @@ async def test_a_decision_is_made_anew_when_it_is_old_or_its_turn_has_started(ro
     assert directory._own_turns["r0"] == 0
 
 
-async def test_a_pinned_turn_has_one_rank(router: WispRouter) -> None:
-    request = pending(pin="r7")
-    for _ in range(3):
-        assert names(await router.choose_replicas(REPLICAS, request)) == [["r7"]]
-
-
 async def test_an_attempt_that_failed_is_not_sent_there_again(router: WispRouter) -> None:
     request = pending(turn_id="turn-1")
     (home, *_), _ = names(await router.choose_replicas(REPLICAS, request))

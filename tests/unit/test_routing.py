@@ -217,12 +217,6 @@ def test_without_telemetry_the_hash_decides_and_a_home_is_kept() -> None:
     assert decide(RoutingRequest(session_key="t/u/s", home=home), *replicas).chosen == home
 
 
-def test_a_pin_wins_over_everything_but_absence() -> None:
-    sick, good = one("sick", is_healthy=0), one("good")
-    assert decide(RoutingRequest(session_key="s", pin="sick"), sick, good).ranking == ("sick",)
-    assert decide(RoutingRequest(session_key="s", pin="gone"), sick, good).chosen == "good"
-
-
 def test_equal_replicas_share_new_sessions() -> None:
     fleet = fleet_of(one("a"), one("b"), one("c"))
     chosen = Counter(route(RoutingRequest(session_key=f"t/u/{i}"), fleet, NOW_S).chosen for i in range(600))
@@ -277,7 +271,6 @@ requests = st.builds(
     max_tokens=st.integers(0, 4000),
     prefix_tokens=st.integers(0, 8000),
     home=st.none() | st.sampled_from(["a", "b", "c", "x"]),
-    pin=st.none() | st.sampled_from(["a", "x"]),
     excluded=st.frozensets(st.sampled_from(["a", "b", "c", "d", "e"])),
     uses=st.none() | st.just(uses(0, 3, 5)),
 )
@@ -294,5 +287,5 @@ def test_every_decision_names_replicas_once_and_depends_on_the_fleet_only(
     assert decide(request, *reversed(found)).chosen == decision.chosen
     assert decision.reason
     assert all(score.total_s >= 0 for score in decision.scores.values())
-    if decision.chosen in request.excluded and request.pin != decision.chosen:
+    if decision.chosen in request.excluded:
         assert names <= request.excluded

@@ -26,8 +26,6 @@ def route(request: RoutingRequest, fleet: Fleet, now_s: float) -> RoutingDecisio
     """
     if not len(fleet):
         raise ValueError("no replica to route to")
-    if request.pin is not None and request.pin in fleet.position:
-        return RoutingDecision(ranking=(request.pin,), reason="pinned by the caller")
     is_known = known(fleet, now_s)
     candidates = eligible(request, fleet, is_known)
     home = None if request.home is None else fleet.position.get(request.home)

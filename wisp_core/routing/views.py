@@ -96,8 +96,6 @@ class RoutingRequest:
     """The session's working set, else a predicted one; None: unknown."""
     mean_turn_s: float = 1.0
     """Mean duration of recent turns of the service."""
-    pin: str | None = None
-    """Use this replica if it exists at all."""
     excluded: frozenset[str] = frozenset()
     """Replicas that just failed this turn."""
 

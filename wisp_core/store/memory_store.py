@@ -15,6 +15,7 @@ from wisp_core.store import keys as k
 from wisp_core.store import signature_parts
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import (
+    is_single_turn,
     tenant_of,
     tenant_usage_fields,
     tenant_usage_from_fields,
@@ -178,18 +179,22 @@ class MemoryStore:
     async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
         await self.ping()
+        self._tenant_usage[tenant_of(turn.session_key)].update(tenant_usage_fields(turn))
+        self._turn_log.appendleft(turn)
+        if not is_single_turn(turn.session_key):
+            self._record_session(turn)
+
+    def _record_session(self, turn: TurnRecord) -> None:
         usage = self._usage.pop(turn.session_key, {})
         for field, amount in usage_fields(turn).items():
             usage[field] = float(usage.get(field, 0)) + amount
         usage["replica_id"], usage["last_turn_at_s"] = turn.replica_id, turn.at_s
         self._usage[turn.session_key] = usage
-        self._tenant_usage[tenant_of(turn.session_key)].update(tenant_usage_fields(turn))
         if len(self._usage) > k.INDEX_LENGTH:
             self._usage.popitem(last=False)
         if turn.session_key in self._placements:
             _, placement = self._placements[turn.session_key]
             self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
-        self._turn_log.appendleft(turn)
 
     async def list_turns(self, n: int) -> list[TurnRecord]:
         """See Store."""

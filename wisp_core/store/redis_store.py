@@ -18,6 +18,7 @@ from wisp_core.store import scripts, signature_parts
 from wisp_core.store.connection import FAILURES, Connection
 from wisp_core.store.interface import Admission, Limit, Store, TurnRequest, is_news
 from wisp_core.store.usage import (
+    is_single_turn,
     tenant_of,
     tenant_usage_fields,
     tenant_usage_from_fields,
@@ -212,7 +213,8 @@ class RedisStore:
 
     async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
-        session, tenant = usage_fields(turn), tenant_usage_fields(turn)
+        session = {} if is_single_turn(turn.session_key) else usage_fields(turn)
+        tenant = tenant_usage_fields(turn)
         keys = [
             self._keys.session(turn.session_key),
             self._keys.tenant_usage(tenant_of(turn.session_key)),

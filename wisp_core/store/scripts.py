@@ -101,11 +101,13 @@ for _ = 1, tonumber(ARGV[9]) do
   at = at + 2
 end
 for i = at, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
-redis.call('HSET', KEYS[1], 'replica_id', ARGV[3], 'last_turn_at_s', ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('EXPIRE', KEYS[3], ARGV[4])
-redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
-redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - tonumber(ARGV[5]))
+if ARGV[9] ~= '0' then
+  redis.call('HSET', KEYS[1], 'replica_id', ARGV[3], 'last_turn_at_s', ARGV[2])
+  redis.call('EXPIRE', KEYS[1], ARGV[4])
+  redis.call('EXPIRE', KEYS[3], ARGV[4])
+  redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
+  redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - tonumber(ARGV[5]))
+end
 redis.call('LPUSH', KEYS[5], ARGV[6])
 redis.call('LTRIM', KEYS[5], 0, tonumber(ARGV[7]) - 1)
 redis.call('EXPIRE', KEYS[5], ARGV[8])
@@ -115,7 +117,7 @@ return 1
 
 KEYS: session usage, tenant usage, placement hash, index of sessions, turn log. ARGV: session key, the turn's time in s,
 replica id, TTL of a session in s, longest index, TurnRecord JSON, longest log, TTL of the log in s, number of the
-session's counters, then each of these with its amount, then the tenant's. Returns 1.
+session's counters (0: it is not remembered), then each of these with its amount, then the tenant's. Returns 1.
 """
 
 SETTLE = """

@@ -36,6 +36,15 @@ def usage_from_fields(session_key: str, fields: Mapping[str, str | float]) -> Se
     )
 
 
+SINGLE_TURN = "!"
+"""First letter of a session's name in its key where a turn came without user and session; no client can send it."""
+
+
+def is_single_turn(session_key: str) -> bool:
+    """Whether no later turn can be of this session: nothing of it is worth remembering."""
+    return session_key.rpartition("/")[2].startswith(SINGLE_TURN)
+
+
 def tenant_of(session_key: str) -> str:
     """The tenant in a session's key."""
     return session_key.partition("/")[0]
