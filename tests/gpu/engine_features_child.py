@@ -93,15 +93,13 @@ def facts(engine: OfflineEngine, memory: GpuMemory) -> dict[str, Any]:
     }
 
 
-def write_model(path: str) -> None:
-    """Four layers of the 30B shape, once: written again it would be another checkpoint, with a host copy of its own."""
-    if not (Path(path) / "config.json").exists():
-        write_shape(Path(path), replace(QWEN3_30B_A3B, layers=4))
-
-
 def main() -> None:
     job = json.loads(sys.argv[1])
-    write_model(job["model"])
+    model = Path(job["model"])
+    if not (
+        model / "config.json"
+    ).exists():  # written again it would be another checkpoint, with a host copy of its own
+        write_shape(model, replace(QWEN3_30B_A3B, layers=4))
     memory = GpuMemory()
     wisp = job["wisp"]
     settings = None if wisp is None else WispSettings(activation_bytes=1 << 30, host_memory_bytes=HOST_BYTES, **wisp)

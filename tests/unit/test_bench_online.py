@@ -11,6 +11,7 @@ import pytest
 from loadtests.bench.cli import main
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
 from loadtests.bench.online.figures import TurnFigures, compare, moves, quantile, resize_figures, turn_figures
+from loadtests.bench.online.in_process import warm_up_lengths
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.results import merge
 from loadtests.bench.online.run import trace_of
@@ -46,6 +47,10 @@ def resize(before: int, after: int, outcome: Outcome = Outcome.APPLIED) -> Resiz
         bytes_moved=abs(after - before) * 10,
         pause_ms=float(before),
     )
+
+
+def test_prompts_of_a_warm_up_reach_every_range_of_rows_even_and_odd() -> None:
+    assert warm_up_lengths(64) == [65, 64, 49, 48, 33, 32, 25, 24, 17, 16]
 
 
 def test_only_what_moved_is_a_resize() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu_worker import Worker
 
 from wisp_core.contracts import Signature
 from wisp_core.engine.dense_bytes import dense_parameter_bytes
 from wisp_core.engine.device_tally import DeviceSessionTally
-from wisp_core.engine.expert_warm_up import row_counts, run_experts
 from wisp_core.engine.step_rows import step_kind
 from wisp_core.engine.worker import WispWorkerMixin
 from wisp_core.memory.region import Backing
@@ -24,7 +20,6 @@ from wisp_core.pager.resident_experts import Clock, ResidentExperts
 if TYPE_CHECKING:
     from wisp_core.pager.device.device_pager import DevicePager  # needs Triton, which a CPU machine has not
 
-logger = init_logger(f"vllm.{__name__}")  # below "vllm", whose handlers and level a server configures
 
 _UNSEEN_BYTES = 1 << 30
 """What the profiling forward does not see: CUDA's context (half of it on an H200), captured graphs, libraries."""
@@ -32,9 +27,6 @@ _UNSEEN_BYTES = 1 << 30
 
 _MAX_COUNTED_KEYS = 256
 """Sessions that are told apart between two reports; each takes 4 bytes per expert of every layer on the device."""
-
-_MOST_LOGPROBS = 20
-"""That a request may ask for beside its own token's, by OpenAI's API and vLLM's default."""
 
 
 class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
@@ -67,35 +59,11 @@ class WispGPUWorker(WispWorkerMixin, Worker):  # type: ignore[misc]
         self._wisp_pager.begin_step(0, is_prefill=False)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile, warm up and capture, and forget what that counted."""
+        """Warm up and capture, and forget what that counted."""
         times = super().compile_or_warm_up_model()
         self._wisp_pager.reset_statistics()
         self._wisp_device_tally.reset()
         return times
-
-    def _wisp_compile(self) -> None:
-        """For steps of any size, resizes and log-probabilities, unless vLLM is told not to (``enable_jit_warmup``)."""
-        if not self.vllm_config.kernel_config.enable_jit_warmup:
-            return
-        pager, scheduler, started_s = self._wisp_pager, self.vllm_config.scheduler_config, time.perf_counter()
-        for is_prefill, most in ((True, scheduler.max_num_batched_tokens), (False, scheduler.max_num_seqs)):
-            pager.begin_step(0, is_prefill=is_prefill)
-            for rows in row_counts(most):
-                run_experts(self.vllm_config, rows, self.device)
-        pager.set_cap(pager.cap)
-        if self.use_v2_model_runner:
-            self._wisp_compile_logprobs()
-        else:
-            super()._wisp_compile()
-        self._wisp_synchronize()
-        logger.info("WiSP: compiled what steps and resizes need in %.1f s", time.perf_counter() - started_s)
-
-    def _wisp_compile_logprobs(self) -> None:
-        config = self.vllm_config.model_config
-        hidden = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=self.device)
-        logits = self.model_runner.get_model().compute_logits(hidden)
-        for num_tokens in range(1, _MOST_LOGPROBS + 2):
-            compute_token_logprobs(logits, hidden.new_zeros(1, num_tokens, dtype=torch.int64))
 
     def _wisp_backing(self) -> Backing:
         # A padded row may read or write any block, so addresses without pages must not fault.

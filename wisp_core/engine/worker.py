@@ -69,16 +69,16 @@ class WispWorkerMixin:
         self._wisp_pager = pager
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile what vLLM leaves for the first step that needs it, which then waits for seconds; then warm up."""
+        """Warm up, and compile what vLLM leaves for the first step that is asked for log-probabilities: seconds."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        vocab_size, device = self.vllm_config.model_config.get_vocab_size(), self.model_runner.device
         with torch.inference_mode():
-            self._wisp_compile()
-        return super().compile_or_warm_up_model()  # type: ignore[misc]
-
-    def _wisp_compile(self) -> None:
-        """For steps that are asked for log-probabilities."""
-        device = self.model_runner.device
-        logprobs = torch.zeros(1, self.vllm_config.model_config.get_vocab_size(), device=device)
-        Sampler.gather_logprobs(logprobs, 1, torch.zeros(1, dtype=torch.int64, device=device))
+            logprobs, token_ids = (
+                torch.zeros(1, vocab_size, device=device),
+                torch.zeros(1, dtype=torch.int64, device=device),
+            )
+            Sampler.gather_logprobs(logprobs, 1, token_ids)
+        return times
 
     def determine_available_memory(self) -> int:
         """Bytes of the KV address range: the pooled budget less the experts at their smallest cap, whole groups."""

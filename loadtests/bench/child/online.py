@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from loadtests.bench.child.closed_loop import ClosedLoop
-from loadtests.bench.child.engine import build_replay, engine_arguments
+from loadtests.bench.child.engine import build_replay, engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
-from loadtests.bench.child.resize import move, split_at
+from loadtests.bench.child.resize import feasible_caps, move, split_at
 from loadtests.bench.child.workers import replay_in_wisp_workers, replay_with
 from loadtests.bench.job import OnlineJob
 from loadtests.bench.online.figures import engine_figures, moves, resize_figures, turn_figures
+from loadtests.bench.online.in_process import warm_up_lengths
 from loadtests.bench.online.workload import fixed_turns
 from loadtests.traces import Trace
 from policies.damping import Damped, Damping
@@ -24,6 +25,8 @@ from wisp_core.settings import WispSettings
 Row = dict[str, Any]
 
 _SAMPLE_S = 2.0
+_WARMUP_TOKENS = 4
+_WARMUP_PROMPT_TOKENS = 64
 
 
 def run_online(job: OnlineJob) -> Iterator[Row]:
@@ -42,6 +45,9 @@ def run_online(job: OnlineJob) -> Iterator[Row]:
     }
     try:
         trace, first = _turns(job), engine.snapshot().split
+        started_s = time.perf_counter()
+        _warm_up(engine, job)
+        facts["warm_up_s"] = time.perf_counter() - started_s
         deadline_s = job.deadline_s
         for number, cap in enumerate(job.ways):
             memory.restart()
@@ -65,6 +71,26 @@ def _turns(job: OnlineJob) -> Trace:
         time_scale=job.time_scale,
         num_topics=job.num_topics,
     )
+
+
+def _warm_up(engine: OfflineEngine, job: OnlineJob) -> None:
+    """Steps of every kind and a move each way, so that no way compiles what later ones find.
+
+    On a GPU a prefill's first use of a kernel took one to two seconds, and a policy that was played first paid for all.
+    Those of decode steps are there since their graphs were captured.
+    """
+    config = engine.llm.llm_engine.vllm_config.scheduler_config
+    smallest, *_, largest = feasible_caps(engine)
+    move(engine, split_at(engine, largest))
+    for number, length in enumerate(warm_up_lengths(config.max_num_batched_tokens)):
+        _answer(engine, job, [length], f"warm-{number}")
+    move(engine, split_at(engine, smallest))
+    _answer(engine, job, [_WARMUP_PROMPT_TOKENS] * config.max_num_seqs, "warm-batch")
+
+
+def _answer(engine: OfflineEngine, job: OnlineJob, lengths: list[int], run: str) -> None:
+    prompts = [job.engine.prompt(session, length) for session, length in enumerate(lengths)]
+    generate(engine.llm, prompts, _WARMUP_TOKENS, run)
 
 
 class _Way:

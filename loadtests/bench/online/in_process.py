@@ -49,6 +49,17 @@ def in_process_cpu() -> InProcessConfig:
     return InProcessConfig(engine=engine, vram_budget_bytes=132 * 10**6, max_context_tokens=1024, caps=(5, 9))
 
 
+def warm_up_lengths(pass_tokens: int) -> list[int]:
+    """Prompts that make a GPU compile all kernels of its prefills, the longest first.
+
+    vLLM's tables have kernels for ranges of rows that begin at powers of two and half-way between; Triton compiles each
+    once more where the number of rows is odd.
+    """
+    powers = [2**exponent for exponent in range(4, pass_tokens.bit_length())]
+    begins = [rows for power in powers for rows in (power, power * 3 // 2) if rows <= pass_tokens]
+    return [rows for begin in reversed(begins) for rows in (begin + 1, begin)]
+
+
 def _with_lengths(engine: EngineConfig, *, max_model_len: int, pass_tokens: int) -> EngineConfig:
     arguments = {
         "max_model_len": max_model_len,

@@ -250,7 +250,7 @@ class DevicePager(PagedLayers[_Layer]):
         if cap > self.cap:
             self._back(cap)
         set_cap(self._device_state, cap)
-        if cap <= self.cap:  # at the same cap there is nothing to move, but all of it is compiled
+        if cap < self.cap:
             for layer in layers:
                 layer.moves.run(layer.state)
             for layer in layers:

@@ -12,14 +12,14 @@ from math import prod
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel, try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from wisp_core.pager.device.block_rows import HostRows, block_rows
 from wisp_core.pager.device.blocks import DecodePlan
-from wisp_core.pager.device.products import Waits, launch_product
+from wisp_core.pager.device.products import COMPUTE_TYPES, Waits, launch_product
 from wisp_core.pager.device.staging import Group
 
 _constants: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -186,16 +186,26 @@ class FusedExperts:
         expert_rows: torch.Tensor,
         top_k: int,
     ) -> None:
-        launch_product(
+        invoke_fused_moe_triton_kernel(
             a,
             b,
             c,
+            None,
+            None,
             row_weights,
             assignment.sorted_row_ids,
             expert_rows,
             assignment.num_padded,
-            top_k=top_k,
-            config=self._config,
+            row_weights is not None,
+            top_k,
+            self._config,
+            compute_type=COMPUTE_TYPES[self._x.dtype],
+            use_fp8_w8a8=False,
+            use_int8_w8a8=False,
+            use_int8_w8a16=False,
+            use_int4_w4a16=False,
+            per_channel_quant=False,
+            block_shape=None,
         )
 
     def _sum(self) -> torch.Tensor:

@@ -286,9 +286,7 @@ def plan_step(
     assert path is FetchPath.DECODE or not (gathers or is_marking)
     assert gather is None or gather_after is None or gather.is_like(gather_after)
     num_ids = topk_ids.numel()
-    ids_at_once = _MAX_IDS_AT_ONCE  # a prefill does not feel what fewer would save: one compiled kernel for all of them
-    if path is FetchPath.DECODE:
-        ids_at_once = min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE)
+    ids_at_once = min(max(triton.next_power_of_2(num_ids), _MIN_IDS_AT_ONCE), _MAX_IDS_AT_ONCE)
     is_few = num_ids * _FEW_IDS <= layer.num_experts
     _plan_kernel[(max((given.num_programs for given in gathers), default=1),)](
         topk_ids,

@@ -1,11 +1,8 @@
-"""vLLM's matrix kernel for experts: its body, tiles and order are unchanged, but it may start before another one ends.
+"""vLLM's matrix kernel for experts, launched while the kernel before it ends: its body, tiles and order are unchanged.
 
-A decode step's product needs the plan's decision and, for what was missed, the weights that the plan's kernel copies.
-The first one is launched beside that kernel and waits for `LayerState.ready`, so it computes while the second one's
-weights come; the second waits for the kernel before it, as any kernel does, but is set up by then.
-
-One compiled kernel serves every number of rows that shares its tiles. vLLM's own is compiled once more where 16 divides
-the number of routed ids, which no instruction of it makes use of.
+A product needs the plan's decision and, for what was missed, the weights that the plan's kernel copies. The first one
+is launched beside that kernel and waits for `LayerState.ready`, so it computes while the second one's weights come; the
+second waits for the kernel before it, as any kernel does, but is set up by then.
 """
 
 # Kernels are Triton's language, not Python's:
@@ -32,11 +29,10 @@ class Waits(Enum):
     """What a product waits for before it reads anything."""
 
     READY = "ready"  # the plan's mark; the rest of the plan's kernel runs on
-    KERNEL = "kernel"  # the end of the kernel before it, set up meanwhile
-    STREAM = "stream"  # all that the stream has, before it is set up
+    KERNEL = "kernel"  # the end of the kernel before it
 
 
-@triton.jit(do_not_specialize=["max_padded", "num_ids"])
+@triton.jit
 def _product_kernel(
     ready_ptr,
     a_ptr,
@@ -143,9 +139,9 @@ def launch_product(
     *,
     top_k: int,
     config: dict[str, Any],
-    ready: torch.Tensor | None = None,
-    waits_for: Waits = Waits.STREAM,
-    takes_mark_back: bool = False,
+    ready: torch.Tensor,
+    waits_for: Waits,
+    takes_mark_back: bool,
 ) -> None:
     """Multiply rows by their experts, as vLLM's ``invoke_fused_moe_triton_kernel`` does for weights without scales.
 
@@ -155,18 +151,18 @@ def launch_product(
         c: [rows, top_k, N], the result.
         row_weights: float32 [rows, top_k], multiplied in; None: not.
         row_ids: int32 [blocks * BLOCK_SIZE_M], see `wisp_core.pager.device.blocks`; None: each block is one routed id.
-        expert_rows: int32 [blocks], rows of ``b``. Blocks in use come first, and none is without a routed id.
+        expert_rows: int32 [blocks], rows of ``b``.
         num_padded: int32 [1], BLOCK_SIZE_M times the blocks in use.
         top_k: results of one row of ``a``.
         config: vLLM's, for the kernel.
-        ready: `LayerState.ready`; None for a product that neither waits for it nor takes it back.
-        waits_for: READY right after the plan's kernel, KERNEL right after another one.
+        ready: `LayerState.ready`.
+        waits_for: READY right after the plan's kernel, else KERNEL.
         takes_mark_back: let the next step begin with no mark; in the last product of the step.
     """
     block_m, block_n = config["BLOCK_SIZE_M"], config["BLOCK_SIZE_N"]
     num_ids = len(a) * top_k
-    num_blocks = min(len(expert_rows), num_ids)
-    _product_kernel[(num_blocks * triton.cdiv(b.shape[1], block_n),)](
+    max_padded = num_ids * block_m
+    _product_kernel[(triton.cdiv(max_padded, block_m) * triton.cdiv(b.shape[1], block_n),)](
         ready,
         a,
         b,
@@ -177,7 +173,7 @@ def launch_product(
         num_padded,
         b.shape[1],
         b.shape[2],
-        num_blocks * block_m,
+        max_padded,
         num_ids,
         a.stride(0),
         a.stride(1),
@@ -197,5 +193,5 @@ def launch_product(
         block_k=config["BLOCK_SIZE_K"],
         group_m=config["GROUP_SIZE_M"],
         **{key: config[key] for key in ("num_warps", "num_stages") if key in config},
-        **(chained(a) if waits_for is not Waits.STREAM else {"is_chained": False}),
+        **chained(ready),
     )
