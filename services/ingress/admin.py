@@ -17,7 +17,7 @@ from services.ingress.tenants import TenantDirectory
 from services.secret_files import replace_secret
 from services.setting_errors import what_is_wrong
 from wisp_core.contracts import Value
-from wisp_core.errors import ConfigurationError
+from wisp_core.errors import ConfigurationError, StoreUnavailableError
 from wisp_core.store.interface import TenantStore
 from wisp_core.tenant_contracts import TenantId, TenantLimits, TenantSpec, TenantUsage
 
@@ -55,7 +55,7 @@ def parse(model: type[BaseModel], raw: bytes) -> Any:
 class TenantAdmin:
     """Changes take effect here at once, and in other ingresses when they next read the store.
 
-    Each method raises ApiError, and StoreUnavailableError when nothing was changed.
+    Each method raises ApiError, and StoreUnavailableError: nothing was changed, unless that ``may_have_run``.
     """
 
     def __init__(self, store: TenantStore, directory: TenantDirectory, key_files: Mapping[str, Path | None]) -> None:
@@ -110,7 +110,13 @@ class TenantAdmin:
             return {"key_sha256": (_sha256(key), *kept)}
 
         async with self._lock:
-            tenant = await self._change(tenant_id, with_new_key)
+            old_key = None if key_file is None else await asyncio.to_thread(_read_key_file, key_file)
+            try:
+                tenant = await self._change(tenant_id, with_new_key)
+            except StoreUnavailableError as error:
+                if key_file is not None and old_key and not error.may_have_run:
+                    await asyncio.to_thread(_put_back, key_file, key, old_key)
+                raise
         return {**show(tenant), "key": key}
 
     async def remove(self, tenant_id: str) -> None:
@@ -157,6 +163,18 @@ def _write_key_file(path: Path, key: str) -> None:
         replace_secret(path, key)
     except ConfigurationError as error:
         raise ApiError(500, "The tenant's key file cannot be written.", kind="server_error") from error
+
+
+def _read_key_file(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # Whoever writes it will say why.
+        return ""
+
+
+def _put_back(path: Path, key: str, old_key: str) -> None:
+    if _read_key_file(path) == key:  # else another ingress was faster
+        _write_key_file(path, old_key)
 
 
 def _new_key() -> str:

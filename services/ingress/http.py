@@ -169,6 +169,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_store_error(_: Request, error: Exception) -> Response:
     # Turns go on without the store; what an operator asks for does not.
+    if isinstance(error, StoreUnavailableError) and error.may_have_run:
+        return _error_response(unavailable("The store did not answer in time: what was asked for may be done. Retry."))
     return _error_response(unavailable("The store does not answer."))
 
 

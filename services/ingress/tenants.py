@@ -1,4 +1,4 @@
-"""API keys: from a key to its tenant, by SHA-256 only, from a cache of bounded age."""
+"""API keys: from a key to its tenant, by SHA-256 only, from memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from wisp_core.tenant_contracts import TenantSpec
 
 logger = logging.getLogger(__name__)
 
+REFRESH_S = 2.0
+"""How often the store is read."""
+MAX_AGE_S = 600.0
+"""How long tenants that only the store has are served without it: they may have been removed meanwhile."""
+
 
 def bearer_sha256(authorization: str | None) -> str:
     """SHA-256 of the key in an Authorization header. Raises ApiError (401) when there is none."""
@@ -27,11 +32,11 @@ def bearer_sha256(authorization: str | None) -> str:
 
 
 class TenantDirectory:
-    """All tenants in memory, re-read from the store: a change there takes effect within ``refresh_s``.
+    """All tenants in memory, re-read from the store: a change there takes effect within ``REFRESH_S``.
 
     Declared tenants are written to the store at the first contact. If the store has lost them it was emptied, and all
-    that this process knows is written again. When it is away, the last list serves for ``max_age_s``; declared
-    tenants serve from the start.
+    that this process knows is written again. When it is away, the last list serves: declared tenants from the start and
+    as long as it takes, others for ``MAX_AGE_S``.
     """
 
     def __init__(
@@ -40,8 +45,6 @@ class TenantDirectory:
         declare: Callable[[], Sequence[TenantSpec]],
         *,
         service_began_s: float = math.inf,
-        refresh_s: float = 2.0,
-        max_age_s: float = 600.0,
     ) -> None:
         """Nothing is read yet.
 
@@ -50,14 +53,10 @@ class TenantDirectory:
             declare: Gives the tenants of the service's file, with the keys that their files hold now.
             service_began_s: Unix time. What was written to the store later stands, also when this process is a new
                 one of a service that runs: an operator has set it.
-            refresh_s: How often the store is read, seconds.
-            max_age_s: How long the last list serves, seconds.
         """
         self._store = store
         self._declare = declare
         self._service_began_s = service_began_s
-        self._refresh_s = refresh_s
-        self._max_age_s = max_age_s
         self._is_declared = False
         self._read_at_s = time.monotonic()
         self._tenants: dict[str, TenantSpec] = {}
@@ -71,7 +70,7 @@ class TenantDirectory:
         self._by_key = {key: tenant for tenant in self._tenants.values() for key in tenant.key_sha256}
 
     async def authenticate(self, authorization: str | None) -> TenantSpec:
-        """The tenant of an Authorization header. Raises ApiError: 401, or 503 when the list is too old."""
+        """The tenant of an Authorization header. Raises ApiError: 401, or 503 when it may have been removed."""
         key_sha256 = bearer_sha256(authorization)
         tenant = self._find(key_sha256)
         if tenant is None and time.monotonic() - self._read_at_s > 1.0:
@@ -80,7 +79,7 @@ class TenantDirectory:
             tenant = self._find(key_sha256)
         if tenant is None:
             raise invalid_key()
-        if time.monotonic() - self._read_at_s > self._max_age_s:
+        if not tenant.is_from_file and time.monotonic() - self._read_at_s > MAX_AGE_S:
             raise unavailable("Keys cannot be verified at the moment.")
         return tenant
 
@@ -142,10 +141,10 @@ class TenantDirectory:
         ]
 
     async def refresh_forever(self) -> None:
-        """Refresh each ``refresh_s``."""
+        """Refresh each ``REFRESH_S``."""
         while True:
             try:
                 await self.refresh()
             except Exception:  # the task must outlive one bad value
                 logger.exception("refresh of tenants failed")
-            await asyncio.sleep(self._refresh_s)
+            await asyncio.sleep(REFRESH_S)

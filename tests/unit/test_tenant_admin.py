@@ -14,6 +14,7 @@ from ingress_in_process import ADMIN_KEY, ANSWER, HEAD, KEY, OTHER_KEY, Service,
 from services.ingress.admin import NewTenant, Rotation, TenantAdmin
 from services.ingress.errors import ApiError
 from services.ingress.tenants import TenantDirectory
+from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.memory_store import MemoryStore
 from wisp_core.tenant_contracts import Isolation, TenantLimits, TenantSpec
 
@@ -245,6 +246,34 @@ async def test_what_was_written_holds_here_though_the_store_goes_at_once() -> No
     with pytest.raises(ApiError) as caught:
         await directory.authenticate(f"Bearer {key}")
     assert (caught.value.status, store.is_available) == (401, False)
+
+
+class LostStore(MemoryStore):
+    """Takes no change; ``may_have_run``: nor says so."""
+
+    may_have_run = False
+
+    async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:
+        if replaces is None:
+            return await super().write_tenant(tenant, replaces)
+        raise StoreUnavailableError("no answer", may_have_run=self.may_have_run)
+
+
+async def test_a_rotation_that_changed_nothing_leaves_the_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.key"
+    path.write_text(KEY + "\n")
+    store = LostStore()
+    directory = TenantDirectory(store, lambda: [declare("a", KEY)])
+    await directory.refresh()
+    admin = TenantAdmin(store, directory, {"a": path})
+    with pytest.raises(StoreUnavailableError):
+        await admin.rotate("a", Rotation())
+    assert path.read_text().strip() == KEY
+    assert (await directory.authenticate(f"Bearer {KEY}")).tenant_id == "a"
+    store.may_have_run = True
+    with pytest.raises(StoreUnavailableError):
+        await admin.rotate("a", Rotation())
+    assert path.read_text().strip() != KEY, "the store may have only the new one"
 
 
 class GoingStore(MemoryStore):

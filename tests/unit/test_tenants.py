@@ -118,20 +118,24 @@ async def test_unknown_keys_do_not_load_the_store(monkeypatch: pytest.MonkeyPatc
     assert reads == 1
 
 
-async def test_keys_outlive_the_store_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_outlive_the_store_those_of_added_tenants_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = MemoryStore()
-    directory = TenantDirectory(store, lambda: [spec("a", "ka")], max_age_s=600)
+    await store.write_tenant(spec("b", "kb"))
+    directory = TenantDirectory(store, lambda: [spec("a", "ka").model_copy(update={"is_from_file": True})])
     await directory.refresh()
     store.is_available = False
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 599)
     await directory.refresh()
-    assert await status_of(directory, "Bearer ka") == 200
+    assert await status_of(directory, "Bearer kb") == 200
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 601)
-    assert await status_of(directory, "Bearer ka") == 503
+    assert await status_of(directory, "Bearer kb") == 503
+    assert await status_of(directory, "Bearer ka") == 200
     store.is_available = True
     await directory.refresh()
-    assert await status_of(directory, "Bearer ka") == 200
+    assert await status_of(directory, "Bearer kb") == 200
 
 
 async def test_no_key_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
