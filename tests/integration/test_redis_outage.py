@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -40,13 +39,7 @@ async def test_a_connection_that_ended_while_idle_is_replaced_before_it_is_used(
     await store.close()
 
 
-async def test_what_a_server_refuses_is_logged_once_and_in_its_words(
-    valkey, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of its own: what other tests import may have switched off the loggers that existed then.
-    logger = logging.Logger("own")
-    logger.addHandler(caplog.handler)
-    monkeypatch.setattr("wisp_core.store.connection.logger", logger)
+async def test_what_a_server_refuses_is_logged_once_and_in_its_words(valkey, caplog: pytest.LogCaptureFixture) -> None:
     store = open_redis_store(valkey)
     key = k.Keys("test").placement("t/user/secret-session")
     valkey.client().set(key, "no hash")
@@ -55,7 +48,7 @@ async def test_what_a_server_refuses_is_logged_once_and_in_its_words(
             await store.read_placements(["t/user/secret-session"])
         await asyncio.sleep(0.6)
     await store.close()
-    (line,) = caplog.messages
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "wisp_core.store.connection"]
     assert "WRONGTYPE Operation against a key holding the wrong kind of value" in line
     assert "secret-session" not in line
 

@@ -1,7 +1,6 @@
 """The command line: errors an operator can fix are one message; secrets are private; settings reach their process."""
 
 import json
-import logging
 import signal
 import socket
 import stat
@@ -93,14 +92,7 @@ def test_secrets_are_created_once_and_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_key_file_that_others_can_read_is_closed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of its own: what other tests import may have switched off the loggers that existed then, or set their levels.
-    caplog.set_level(logging.WARNING)
-    logger = logging.Logger("own")
-    logger.addHandler(caplog.handler)
-    monkeypatch.setattr("services.secret_files.logger", logger)
+def test_a_key_file_that_others_can_read_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "acme.key"
     path.write_text("sk-acme-0123456789\n")
     path.chmod(0o644)

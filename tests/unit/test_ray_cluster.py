@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
@@ -92,6 +94,39 @@ def test_a_signal_waits_until_ray_has_started(monkeypatch: pytest.MonkeyPatch, n
         for one, handler in before.items():
             signal.signal(one, handler)
     assert has_started
+
+
+PARTS = """
+import os, subprocess, sys, time
+from services.ray_cluster import ended, own_processes
+
+SLEEP = ["-c", "import time; time.sleep(60)"]
+started = [subprocess.Popen([f"{sys.argv[1]}/{name}", *SLEEP]) for name in ("gcs_server", "raylet", "other")]
+own = own_processes()
+until_s = time.monotonic() + 10
+while len(own) < 2 and time.monotonic() < until_s:  # a child has its name a moment later
+    own = own_processes()
+print(sorted(own), ended(own))
+started[0].kill()
+os.waitid(os.P_PID, started[0].pid, os.WEXITED | os.WNOWAIT)
+print(ended(own), sorted(own_processes()))
+started[1].kill()
+started[1].wait()
+print(ended(own), sorted(own_processes()))
+started[2].kill()
+"""
+
+
+def test_the_parts_of_one_s_own_ray_are_known_and_noticed_when_they_end(tmp_path: Path) -> None:
+    for name in ("gcs_server", "raylet", "other"):
+        (tmp_path / name).symlink_to(sys.executable)
+    # In a process of its own: other tests of this one may have a Ray.
+    done = subprocess.run([sys.executable, "-c", PARTS, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "['gcs_server', 'raylet'] []",
+        "['gcs_server'] ['raylet']",
+        "['gcs_server', 'raylet'] []",
+    ]
 
 
 def test_what_serve_says_of_its_end_keeps_ray_from_nothing(

@@ -25,6 +25,7 @@ class Calls(list[str]):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *interrupted: str) -> None:
         self._interrupted = interrupted
         monkeypatch.setattr(app, "start_ray", lambda _: self.note("start Ray"))
+        monkeypatch.setattr(app, "own_processes", dict)  # Other tests of this process may have a Ray of their own.
         monkeypatch.setattr(app, "this_host", lambda: "node:here")
         monkeypatch.setattr(app, "log_directory", lambda: Path("logs"))
         monkeypatch.setattr(Service, "_run_all", lambda _: self.note("deploy"))
@@ -146,17 +147,14 @@ def test_a_ray_that_dies_ends_the_service_at_once(
     config: ServiceConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     noted = Calls(monkeypatch)
-    program = config.state_dir / name
-    program.symlink_to("/bin/sleep")
-    started = list[subprocess.Popen[bytes]]()
-    monkeypatch.setattr(app, "start_ray", lambda _: started.append(subprocess.Popen([str(program), "60"])))
+    process = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(app, "own_processes", lambda: {name: psutil.Process(process.pid)})
     with Service(config) as service:
         service.tend()
-        (process,) = started
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # It has ended, and nobody has asked for its code.
         with pytest.raises(EngineUnavailableError, match=rf"^Ray has ended \({name}; logs: logs\)"):
             service.tend()
     process.wait()
-    assert noted == ["deploy", "stop Ray"], "Serve would wait for it"
+    assert noted == ["start Ray", "deploy", "stop Ray"], "Serve would wait for it"
     assert_nothing_is_left(service)
