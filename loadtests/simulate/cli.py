@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from loadtests import command_line, report
 from loadtests.report import Measured
@@ -15,7 +16,7 @@ from loadtests.simulate import compare, replay, scale
 from loadtests.simulate.engines import build_engine
 from loadtests.traces import WORKFLOWS, Trace, generate, workflow
 from policies.damping import Damped
-from policies.registry import load_policy
+from policies.registry import AnyPolicy, load_policy
 from services.cli.plots import Line, Panel, check_picture, draw
 from wisp_core.contracts import Split
 from wisp_core.errors import ConfigurationError
@@ -47,7 +48,10 @@ def run(
     max_num_seqs: Annotated[int, typer.Option(min=1, max=64)] = 32,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas, all alike.")] = 1,
     router: Annotated[str, typer.Option(help=f"One of {', '.join(scale.ROUTERS)}.")] = "scored",
-    policy: Annotated[list[str] | None, typer.Option(help="Name of a policy; again for more of them.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="A policy's name, and after a space its settings in YAML; again for more of them."),
+    ] = None,
     cap: Annotated[list[int] | None, typer.Option(help="A static split of so many slots; again for more.")] = None,
     epoch_s: Annotated[float, typer.Option(min=0.1, help="Time between decisions.")] = 30.0,
     window_s: Annotated[float, typer.Option(min=1, help="Span of the rates that a policy sees.")] = 600.0,
@@ -73,7 +77,7 @@ def run(
     names = policy if policy or cap else ["static_split", "mv_wsa"]
     splits = [engine.largest_split(slots) for slots in _checked(cap, engine.layout.num_experts)]
     runs: list[tuple[str, Any, Split | None]] = [(f"cap {split.cap}", None, split) for split in splits]
-    runs += [(name, Damped(policy=load_policy(name, {})), None) for name in names or ()]
+    runs += [(name, Damped(policy=_policy(name)), None) for name in names or ()]
     results = {
         name: simulate(
             workload,
@@ -90,6 +94,17 @@ def run(
     _show_runs(workload, results)
     if plot is not None:
         draw(_run_panels(results), plot)
+
+
+def _policy(option: str) -> AnyPolicy:
+    name, _, text = option.partition(" ")
+    try:
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"--policy {option}: give NAME, or 'NAME {{SETTING: VALUE}}'")
+    return load_policy(name, settings)
 
 
 @app.command("compare")

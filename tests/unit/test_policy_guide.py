@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 from policy_snapshots import make_layout, make_snapshot
+from typer.testing import CliRunner
 
+from loadtests.simulate.cli import app
 from policies.registry import load_policy
 from services.policy.process import PolicyProcess, PolicySpec
 from wisp_core.allocation.solver import feasible_splits, violations
 from wisp_core.contracts import KvDemand
+from wisp_core.errors import ConfigurationError
 
 GUIDE = Path(__file__).parents[2] / "policies" / "GUIDE.md"
 
@@ -52,6 +55,16 @@ def test_it_runs_in_its_own_process(outside: Path, name: str, settings: dict[str
         assert process.ask(quiet, 30.0).split.kv_blocks >= 79, "the peak fades slowly: the state is kept"
     finally:
         process.kill()
+
+
+def test_it_is_simulated_with_its_settings(outside: Path) -> None:
+    policy = "my_policies:SlowPeak {memory_epochs: 300}"
+    answer = CliRunner().invoke(app, ["run", "--turns", "20", "--policy", policy])
+    assert answer.exit_code == 0, answer.output
+    assert "{memory_epochs:" in answer.output, "its name in the table"
+    for wrong, told in (("mv_wsa {colour: red}", r"policy\.settings\.colour"), ("mv_wsa red", "NAME {SETTING: VALUE}")):
+        with pytest.raises(ConfigurationError, match=told):
+            CliRunner().invoke(app, ["run", "--policy", wrong], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("experts", [8, 32])
