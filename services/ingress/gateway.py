@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -99,13 +100,14 @@ class Gateway:
 
     async def turn(self, path: str, headers: Mapping[str, str], raw: bytes, arrival: Arrival) -> Reply:
         """Answer one chat completion or completion. Raises ApiError."""
+        began_s = time.monotonic()
         fields = await self._parse(path, raw, arrival)
         if fields.model != self.model:
             raise unknown_model(fields.model)
         tenant_id = arrival.tenant.tenant_id
         session = identify(tenant_id, fields.user, headers.get(SESSION_HEADER))
         salt = cache_salt(self._salt_secret, tenant_id, headers.get(SALT_HEADER))
-        running = await self._admit(arrival, session, fields)
+        running = await self._admit(arrival, session, fields, began_s)
         try:
             reply = await self._answer(path, running, salt)
         except BaseException as error:
@@ -169,7 +171,7 @@ class Gateway:
         arrival.when_parsed(own.release)
         return await asyncio.shield(arrival.parsing)
 
-    async def _admit(self, arrival: Arrival, session: Session, fields: TurnFields) -> RunningTurn:
+    async def _admit(self, arrival: Arrival, session: Session, fields: TurnFields, began_s: float) -> RunningTurn:
         tenant = arrival.tenant
         prompt_tokens = self._estimator.tokens(tenant.tenant_id, fields)
         reserved_tokens = self._reserve(tenant, fields, prompt_tokens)
@@ -187,7 +189,7 @@ class Gateway:
         except BaseException:  # above all a client that has gone
             self._spawn(self._undo(admitting, turn_id))
             raise
-        self._metrics.begin_turn()
+        self._metrics.begin_turn(tenant.tenant_id)
         return RunningTurn(
             tenant,
             session,
@@ -196,6 +198,7 @@ class Gateway:
             prompt_tokens=prompt_tokens,
             reserved_tokens=reserved_tokens,
             placement=placement,
+            began_s=began_s,
         )
 
     async def _undo(self, admitting: asyncio.Future[Any], turn_id: str) -> None:
@@ -282,6 +285,7 @@ class Gateway:
 
     async def _stream(self, running: RunningTurn, answer: Answer) -> AsyncGenerator[bytes, None]:
         events = EventFilter(keeps_usage=running.fields.wants_usage, has_grammar=running.fields.has_grammar)
+        tenant_id = running.tenant.tenant_id
         running.status = CLIENT_GONE
         try:
             yield b""
@@ -294,14 +298,14 @@ class Gateway:
                 yield rest
         except LOST:
             running.status = 502
-            self._metrics.count_broken("replica_lost")
+            self._metrics.count_broken(tenant_id, "replica_lost")
             yield unavailable("The server was lost while answering. The answer is incomplete.").event()
         except SlowClientError:
-            self._metrics.count_broken("slow_client")
+            self._metrics.count_broken(tenant_id, "slow_client")
             yield ApiError(408, "The answer was not read fast enough and was ended.", code="slow_client").event()
         except Exception:  # a bug here or in the replica; the client must not take a cut stream for a whole one
             running.status = 500
-            self._metrics.count_broken("error")
+            self._metrics.count_broken(tenant_id, "error")
             logger.exception("a stream ended by an error")
             yield from_engine(500, b"").event()
         finally:

@@ -23,6 +23,8 @@ RENEW_S = 20.0
 SETTLE_RETRY_S = 1.0
 """How often turns are settled that ended while the store was away: until then they take their tenant's places."""
 FIRST_BYTES_PER_TOKEN = 3.0
+MOST_BYTES_PER_TOKEN = 8.0
+"""Text has 2 to 6. What a client that leaves early is charged is an estimate, which must not be taught with blanks."""
 
 
 class PromptEstimator:
@@ -43,7 +45,8 @@ class PromptEstimator:
         counted = prompt_tokens - fields.token_ids
         if counted > 0 and fields.text_bytes > 0:
             known = self._bytes_per_token[tenant_id]
-            self._bytes_per_token[tenant_id] = known + 0.05 * (fields.text_bytes / counted - known)
+            found = min(fields.text_bytes / counted, MOST_BYTES_PER_TOKEN)
+            self._bytes_per_token[tenant_id] = known + 0.05 * (found - known)
 
 
 def _request(

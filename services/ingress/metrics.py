@@ -13,7 +13,9 @@ class IngressMetrics:
         meter = telemetry.meter("wisp.ingress")
         self._turns = meter.create_counter("wisp.ingress.turns", description="Turns answered, by tenant and status.")
         self._ttft = meter.create_histogram(
-            "wisp.ingress.ttft", unit="s", description="Time from a turn's arrival to the first piece of its stream."
+            "wisp.ingress.ttft",
+            unit="s",
+            description="Time to first token of streams, from the whole request.",
         )
         self._duration = meter.create_histogram("wisp.ingress.turn_duration", unit="s", description="Time of a turn.")
         self._tokens = meter.create_counter("wisp.ingress.tokens", description="Tokens, by tenant and kind.")
@@ -21,13 +23,13 @@ class IngressMetrics:
         self._broken = meter.create_counter("wisp.ingress.broken_streams", description="Streams that ended early.")
         self._running = meter.create_up_down_counter("wisp.ingress.running_turns", description="Turns running now.")
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, tenant_id: str) -> None:
         """A turn was admitted."""
-        self._running.add(1)
+        self._running.add(1, {"tenant": tenant_id})
 
     def end_turn(self, tenant_id: str, status: int, turn: TurnRecord) -> None:
         """An admitted turn has ended; ``status`` 499 is a client that has gone."""
-        self._running.add(-1)
+        self._running.add(-1, {"tenant": tenant_id})
         self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
         self._duration.record(turn.duration_s, {"tenant": tenant_id})
         if turn.ttft_s is not None:
@@ -44,10 +46,10 @@ class IngressMetrics:
         """A turn was not admitted."""
         self._turns.add(1, {"tenant": tenant_id, "status": str(status)})
 
-    def count_retry(self) -> None:
+    def count_retry(self, tenant_id: str) -> None:
         """A turn needs one more attempt."""
-        self._retries.add(1)
+        self._retries.add(1, {"tenant": tenant_id})
 
-    def count_broken(self, reason: str) -> None:
+    def count_broken(self, tenant_id: str, reason: str) -> None:
         """A stream that had begun could not be finished."""
-        self._broken.add(1, {"reason": reason})
+        self._broken.add(1, {"tenant": tenant_id, "reason": reason})

@@ -98,8 +98,8 @@ class Answer:
 class ReplicaClient:
     """Calls replicas; the router behind the handle chooses which."""
 
-    def __init__(self, handle: ReplicaHandle, count_retry: Callable[[], None]) -> None:
-        """``count_retry`` is called before each attempt of a turn beyond its first."""
+    def __init__(self, handle: ReplicaHandle, count_retry: Callable[[str], None]) -> None:
+        """``count_retry`` is called with the tenant before each attempt of a turn beyond its first."""
         self._handle = handle
         self._count_retry = count_retry
         self._endings: set[asyncio.Future[None]] = set()
@@ -113,7 +113,7 @@ class ReplicaClient:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
-                self._count_retry()
+                self._count_retry(call.turn.tenant)
             try:
                 return await self._try(call)
             except LOST as error:
@@ -128,7 +128,7 @@ class ReplicaClient:
         """Send ``call`` and wait for the whole answer; a replica lost at any point before its end is replaced."""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
-                self._count_retry()
+                self._count_retry(call.turn.tenant)
             answer = await self.open(call)
             if answer.is_whole:
                 self._let_end(answer.stream)

@@ -64,10 +64,12 @@ class RunningTurn:
         prompt_tokens: int,
         reserved_tokens: int,
         placement: Placement | None,
+        began_s: float,
     ) -> None:
         """``prompt_tokens`` is an estimate; ``reserved_tokens`` were taken from the tenant's limits.
 
-        ``placement``: where the session lived when the turn was admitted.
+        ``began_s``: monotonic time at which its body was here. ``placement``: where the session lived when the turn was
+        admitted.
         """
         self.tenant = tenant
         self.session = session
@@ -81,7 +83,7 @@ class RunningTurn:
         self.usage: Usage | None = None
         self.tokens_so_far = Usage()
         self.status = CLIENT_GONE
-        self._began_s = time.monotonic()
+        self._began_s = began_s
 
     def mark_first_piece(self) -> None:
         """The first piece of a stream is here. A whole answer has no time of its first token that anybody sees."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from services.ingress import request_fields
 from services.ingress.replicas import MAX_ATTEMPTS
+from services.ingress.request_fields import TurnFields, parse
 from services.ingress.turn import Arrival
 from wisp_core.errors import EngineUnavailableError
 from wisp_core.store.interface import Admission
@@ -44,9 +47,9 @@ async def test_a_turn_that_has_sent_nothing_is_tried_again(
     first, second = service.handle.calls
     assert first.is_cancelled
     assert first.arguments == second.arguments, "the router knows by the turn's id where it was"
-    (usage,) = await service.store.list_sessions(10)
-    assert (usage.turns, usage.failed_turns) == (1, 0)
-    assert "wisp_ingress_retries_total 1.0" in service.telemetry.scrape()
+    (record,) = await service.store.list_turns(10)
+    assert not record.is_failed
+    assert 'wisp_ingress_retries_total{tenant="a"} 1.0' in service.telemetry.scrape()
 
 
 async def test_an_unstreamed_answer_lost_halfway_is_repeated(service: Service) -> None:
@@ -55,7 +58,7 @@ async def test_an_unstreamed_answer_lost_halfway_is_repeated(service: Service) -
     service.handle.scripts = [lost, [RayActorError()], lost, [HEAD, whole]]
     reply = await service.chat()
     assert (reply.status, json.loads(reply.body)) == (200, ANSWER)
-    assert "wisp_ingress_retries_total 3.0" in service.telemetry.scrape()
+    assert 'wisp_ingress_retries_total{tenant="a"} 3.0' in service.telemetry.scrape()
 
 
 async def test_an_answer_that_comes_whole_with_its_head_waits_for_nothing_more(service: Service) -> None:
@@ -83,8 +86,8 @@ async def test_attempts_are_bounded_and_end_in_503(service: Service) -> None:
     assert reply.headers["retry-after"] == "2"
     assert reply.error["code"] == "service_unavailable"
     assert len(service.handle.calls) == MAX_ATTEMPTS
-    (usage,) = await service.store.list_sessions(10)
-    assert usage.failed_turns == 1
+    (record,) = await service.store.list_turns(10)
+    assert record.is_failed
 
 
 async def test_a_bug_in_a_replica_is_not_tried_again(service: Service) -> None:
@@ -103,7 +106,7 @@ async def test_a_turn_leaves_the_gauge_whatever_the_store_says(
     monkeypatch.setattr(service.store, "settle", settle)
     service.handle.scripts = [[HEAD, json.dumps(ANSWER).encode()]]
     assert (await service.chat()).status == 200
-    assert "wisp_ingress_running_turns 0.0" in service.telemetry.scrape()
+    assert 'wisp_ingress_running_turns{tenant="a"} 0.0' in service.telemetry.scrape()
 
 
 async def test_no_replica_at_all_is_503(service: Service) -> None:
@@ -118,8 +121,8 @@ async def test_a_bug_behind_a_stream_ends_it_with_an_error_event_and_counts_as_f
     last = reply.body.removeprefix(EVENTS[0])
     assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "server_error"
     assert b"somebody" not in reply.body
-    (usage,) = await service.store.list_sessions(10)
-    assert usage.failed_turns == 1
+    (record,) = await service.store.list_turns(10)
+    assert record.is_failed
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(service: Service) -> None:
@@ -132,8 +135,9 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(service: Service) -
     assert json.loads(second.removeprefix(b"data: "))["choices"] == two["choices"]
     assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "server_error"
     assert b"[DONE]" not in reply.body
-    (usage,) = await service.store.list_sessions(10)
-    assert (usage.failed_turns, usage.completion_tokens) == (1, 2)
+    (record,) = await service.store.list_turns(10)
+    assert (record.is_failed, record.completion_tokens) == (True, 2)
+    assert 'wisp_ingress_broken_streams_total{reason="replica_lost",tenant="a"} 1.0' in service.telemetry.scrape()
 
 
 async def test_a_client_that_leaves_cancels_its_turn_and_gets_unused_tokens_back() -> None:
@@ -158,7 +162,7 @@ async def test_a_client_that_leaves_while_the_answer_starts_cancels_its_turn(ser
     await reply.body.aclose()
     await service.gateway.drain()
     assert service.handle.calls[0].is_cancelled
-    assert (await service.store.list_sessions(1))[0].turns == 1
+    assert len(await service.store.list_turns(10)) == 1
 
 
 async def test_a_client_that_leaves_while_its_turn_is_admitted_gives_its_place_back(
@@ -200,6 +204,42 @@ async def test_leaving_an_unstreamed_turn_is_no_way_around_the_quota() -> None:
     assert (await service.chat(max_tokens=400)).status == 429
 
 
+async def test_blanks_do_not_teach_prompts_that_cost_next_to_nothing() -> None:
+    service = Service(tokens_per_minute=1_000_000, requests_per_minute=1000)
+    taught = json.dumps({**ANSWER, "usage": {"prompt_tokens": 100, "completion_tokens": 1}}).encode()
+    for _ in range(60):
+        service.handle.scripts = [[HEAD, taught]]
+        assert (await service.chat(messages=[{"role": "user", "content": " " * 7600}], max_tokens=1)).status == 200
+    await service.gateway.drain()
+    forever = asyncio.Event()
+    service.handle.scripts = [[HEAD, forever.wait]]
+    tenant = await service.gateway.authenticate({"authorization": f"Bearer {KEY}"})
+    message = {"role": "user", "content": "\N{LATIN SMALL LETTER E WITH ACUTE}" * 4000}
+    body = json.dumps({"model": "tiny", "messages": [message], "max_tokens": 1, "stream": True}).encode()
+    turn = asyncio.create_task(service.gateway.turn("/v1/chat/completions", {}, body, Arrival(tenant)))
+    await asyncio.sleep(0.05)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    await service.gateway.drain()
+    newest, *_ = await service.store.list_turns(1)
+    assert newest.prompt_tokens >= 8000 / 8
+
+
+async def test_a_turn_s_time_runs_from_when_its_body_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse_slowly(path: str, raw: bytes) -> TurnFields:
+        time.sleep(0.2)
+        return parse(path, raw)
+
+    monkeypatch.setattr(request_fields, "parse", parse_slowly)
+    service = Service()
+    service.handle.scripts = [[HEAD, *EVENTS]]
+    assert (await service.chat(stream=True)).status == 200
+    await service.gateway.drain()
+    (record,) = await service.store.list_turns(10)
+    assert record.ttft_s is not None
+    assert 0.2 <= record.ttft_s <= record.duration_s < 1.0
+
+
 async def test_a_prompt_that_cannot_be_answered_costs_nothing() -> None:
     service = Service(tokens_per_minute=600)
     engine = json.dumps({"error": {"message": "too long"}}).encode()
@@ -225,8 +265,8 @@ async def test_a_stream_left_early_is_charged_by_tokens_and_not_by_events() -> N
     assert (await service.chat(stream=True, max_tokens=250)).status == 429
     service.handle.scripts = [[HEAD, *EVENTS]]
     assert (await service.chat(stream=True, max_tokens=150)).status == 200
-    (session, *_) = sorted(await service.store.list_sessions(10), key=lambda one: -one.completion_tokens)
-    assert (session.prompt_tokens, session.completion_tokens) == (20, 300)
+    (record, *_) = sorted(await service.store.list_turns(10), key=lambda one: -one.completion_tokens)
+    assert (record.prompt_tokens, record.completion_tokens) == (20, 300)
 
 
 ENGINE_FAILED = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
@@ -259,5 +299,5 @@ async def test_a_schema_that_fails_after_the_first_event_ends_the_stream_with_th
     reply = await service.chat(stream=True, response_format=SCHEMA)
     last = reply.body.removeprefix(EVENTS[0]).removeprefix(b"data: ")
     assert json.loads(last)["error"]["code"] == "invalid_json_schema"
-    (usage,) = await service.store.list_sessions(1)
-    assert usage.failed_turns == 0
+    (record,) = await service.store.list_turns(10)
+    assert not record.is_failed
