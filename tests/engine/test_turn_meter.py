@@ -55,8 +55,8 @@ class Scheduler:
         scheduled = {request.request_id: num_tokens}
         self.meter.note_scheduled(SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens=scheduled))
 
-    def end(self, request: Any) -> None:
-        request.status = RequestStatus.FINISHED_STOPPED
+    def end(self, request: Any, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+        request.status = status
         self.meter.note_finished(request)
         del self.requests[request.request_id]
 
@@ -96,10 +96,37 @@ def test_a_preempted_turn_that_is_aborted_has_lost_nothing(scheduler: Scheduler)
     turn = scheduler.come("1", "a", 10)
     scheduler.schedule(turn, found=0, is_new=True)
     scheduler.meter.note_preemption("1", turn.num_computed_tokens)
-    turn.status = RequestStatus.FINISHED_ABORTED
-    scheduler.meter.note_finished(turn)
-    assert scheduler.demand().preempted_tokens_per_s == 0
+    turn.num_computed_tokens = 0
+    scheduler.end(turn, RequestStatus.FINISHED_ABORTED)
+    demand = scheduler.demand()
+    assert demand.preempted_tokens_per_s == 0
     assert not scheduler.meter._lost_tokens
+    assert demand.prompt_tokens_per_s > 0, "it was admitted once"
+    scheduler.come("2", "a", 10)
+    assert reused(scheduler.demand()) > 0, "and what it had computed lies in the prefix cache"
+
+
+def test_a_turn_that_is_given_up_while_it_waits_asks_for_nothing_and_leaves_nothing(scheduler: Scheduler) -> None:
+    for number in range(5):
+        turn = scheduler.come(str(number), "a", 10)
+        if number % 2:
+            scheduler.demand()  # what reuse would save it has been read
+        scheduler.end(turn, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.demand().prompt_tokens_per_s == 0
+    scheduler.schedule(scheduler.come("last", "a", 10), found=0, is_new=True)
+    assert reused(scheduler.demand()) == 0
+    assert scheduler.demand().return_share == 0.5, "what is assumed before any turn has ended"
+
+
+def test_a_turn_that_is_given_up_in_its_prompt_leaves_what_it_had_computed(scheduler: Scheduler) -> None:
+    turn = scheduler.come("1", "a", 10)
+    scheduler.schedule(turn, found=0, is_new=True)
+    turn.num_computed_tokens = 4 * BLOCK_TOKENS + 1
+    scheduler.end(turn, RequestStatus.FINISHED_ABORTED)
+    scheduler.schedule(scheduler.come("2", "a", 10), found=4 * BLOCK_TOKENS, is_new=True)
+    demand = scheduler.demand()
+    share = 4 * BLOCK_TOKENS / (2 * (10 * BLOCK_TOKENS + 1))
+    assert reused(demand) / demand.prompt_tokens_per_s == pytest.approx(share, rel=0.01)
 
 
 def test_what_reuse_would_save_a_turn_that_waits_is_read_when_it_is_asked_for(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 from wisp_core.contracts import Signature
@@ -47,7 +47,7 @@ class GatedTurns:
     def hold(self) -> list[Any]:
         """Before ``schedule``: take out the turns that may not start; ``release`` puts them back."""
         scheduler, waiting = self._scheduler, self._scheduler.waiting
-        if self._gate.is_open or not isinstance(waiting, deque):
+        if self._gate.is_open or not isinstance(waiting, FCFSRequestQueue):
             return []
         self._note_running()
         if not waiting:
@@ -62,9 +62,7 @@ class GatedTurns:
         )
         held = [request for request, may in zip(fresh, decisions, strict=True) if not may]
         if held:
-            kept = [request for request in waiting if request not in held]
-            waiting.clear()
-            waiting.extend(kept)
+            waiting.remove_requests(held)
         return held
 
     def _note_running(self) -> None:

@@ -62,8 +62,10 @@ class TurnMeter:
         self._preempted_tokens = DecayedSum(window_s)
         self._lost_tokens: dict[str, int] = {}
         """What preempted turns that have not come back had computed."""
+        self._waiting: set[str] = set()
+        """Turns that were never admitted."""
         self._unread: set[str] = set()
-        """Waiting turns of which it is not known what reuse would save them."""
+        """Those of them of which it is not known what reuse would save them."""
         self._started_s = time.monotonic()
         self._preemptions = 0
 
@@ -118,6 +120,7 @@ class TurnMeter:
         if self._uses_prefixes(request):
             self._returns.begin(reversed(self._prompt_hashes(request)), now_s)
             self._unread.add(request.request_id)
+        self._waiting.add(request.request_id)
         kind = request.num_prompt_tokens.bit_length()
         self._asked.begin(request.request_id, self._amounts(request, self._nothing()), now_s, kind)
         self.note_change()
@@ -143,6 +146,7 @@ class TurnMeter:
         used_blocks = max(0, self._balloon.used_blocks - sum(held_blocks))
         for request, held in zip(requests, held_blocks, strict=True):
             self._unread.discard(request.request_id)
+            self._waiting.discard(request.request_id)
             saved = self._nothing()
             if self._uses_prefixes(request):
                 sizes = self._prompt_sizes(request)
@@ -190,17 +194,19 @@ class TurnMeter:
         self._lost_tokens[request_id] = computed_tokens
 
     def note_finished(self, request: Any) -> None:
-        """A turn ends; its blocks stay cached, with its output in them."""
+        """A turn ends; what it has computed stays cached, its output too. One that never began leaves nothing."""
         self._unread.discard(request.request_id)
-        self._lost_tokens.pop(request.request_id, None)
+        if request.request_id in self._waiting:
+            self._waiting.remove(request.request_id)
+            self._asked.forget(request.request_id)
+            return
+        computed_tokens = self._lost_tokens.pop(request.request_id, request.num_computed_tokens)
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._demand.lengths.observe(request.num_output_tokens, request.max_tokens)
-        elif request.num_computed_tokens == 0:
-            self._asked.forget(request.request_id)
         self._asked.learn(request.request_id, _OUTPUT_TOKENS, request.num_output_tokens)
         self._asked.end(request.request_id, time.monotonic())
         if self._scheduler.kv_cache_manager.enable_caching:
-            self._reuse.end(request.request_id, self._hashes(request))
+            self._reuse.end(request.request_id, self._hashes(request)[: computed_tokens // self._block_tokens])
             if prompt_hashes := self._prompt_hashes(request):
                 # The next turn repeats the prompt; of the answer it may repeat a part, or other tokens for its text.
                 self._returns.end(prompt_hashes[-1], time.monotonic())
