@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from wisp_core.engine.private_names import require
+from wisp_core.private_names import check_kv_cache, check_loading, require
 
 
 class Scheduler:
@@ -38,3 +39,18 @@ def test_names_that_a_method_uses_are_found() -> None:
 def test_what_is_gone_is_named(method: str, names: tuple[str, ...], missing: str) -> None:
     with pytest.raises(ImportError, match=missing):
         require(Scheduler, method, *names)
+
+
+def test_a_manager_or_a_loader_that_no_longer_reads_what_is_written_is_refused() -> None:
+    class Manager:
+        def allocate_slots(self) -> int:
+            return self.reserved_blocks  # type: ignore[attr-defined, no-any-return]
+
+    class Loader:
+        def _get_weights_iterator(self) -> Any:
+            yield self.local_expert_ids  # type: ignore[attr-defined]
+
+    with pytest.raises(ImportError, match=r"Manager\.allocate_slots does not use watermark_blocks:"):
+        check_kv_cache(Manager)
+    with pytest.raises(ImportError, match="weights_after_loading does not use requires_device_loading:"):
+        check_loading(Loader, ModuleType("utils"))

@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.platforms import current_platform
 
 from wisp_core.engine.host_kv_cpu import EMULATED_LINK, CpuHostKvSpec
-from wisp_core.engine.private_names import check_offloading
 from wisp_core.errors import ConfigurationError
+from wisp_core.private_names import check_offloading
 from wisp_core.settings import WispSettings
 from wisp_core.working_set.forgetting import DecayedSum
 
@@ -126,10 +126,10 @@ class HostKvMeter:
 
     def note_output(self, output: Any, now_s: float) -> None:
         """Take in a step's ModelRunnerOutput."""
-        report = getattr(output.kv_connector_output, "kv_connector_worker_meta", None)
-        if report is None:
+        connector_output = output.kv_connector_output
+        if connector_output is None or connector_output.kv_connector_worker_meta is None:
             return
-        moved: TransferStats = report.transfer_stats
+        moved: TransferStats = connector_output.kv_connector_worker_meta.transfer_stats
         for total, new in ((self._loads, moved.load), (self._stores, moved.store)):
             total.bytes += new.bytes
             total.time += new.time

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,13 +19,14 @@ from wisp_core.engine.block_balloon import BlockBalloon
 from wisp_core.engine.fair_turns import FairTurns
 from wisp_core.engine.gated_turns import GatedTurns
 from wisp_core.engine.host_kv import blocks_to_copy
-from wisp_core.engine.private_names import check_scheduler
 from wisp_core.engine.reports import SchedulerReport, TakeReport
 from wisp_core.engine.step_times import StepTimes
 from wisp_core.engine.turn_meter import TurnMeter
+from wisp_core.private_names import check_kv_cache, check_scheduler
 from wisp_core.settings import WispSettings
 
 check_scheduler(Scheduler)
+check_kv_cache(KVCacheManager)
 
 
 class WispSchedulerMixin:

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from wisp_core.pager.registry import current_pager
+from wisp_core.private_names import check_loading
+
+check_loading(DefaultModelLoader, loader_utils)
 
 LOAD_FORMAT = "wisp"
 """vLLM's ``load_format`` of this loader: like "auto", for any Hugging Face checkpoint."""
