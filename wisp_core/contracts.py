@@ -148,16 +148,12 @@ class DemandBin(Value):
 
 
 class CostFit(Value):
-    """Constants fitted online to the engine's own steps: their compute, without the link, and how prefills miss."""
+    """Compute constants, fitted online to the engine's own steps; transfers over the link are not in them."""
 
     step_s: float = Field(default=0.0, ge=0, description="Seconds of a decode step without any token.")
     token_s: float = Field(default=0.0, ge=0, description="Seconds per token of a decode step.")
     pass_s: float = Field(default=0.0, ge=0, description="Seconds of a prefill pass without any token.")
     prompt_token_s: float = Field(default=0.0, ge=0, description="Seconds per token of a prefill pass.")
-    pass_misses: float = Field(
-        default=0.0, ge=0, description="Misses of a prefill pass without any token, as the cap was; layers together."
-    )
-    prompt_token_misses: float = Field(default=0.0, ge=0, description="Misses that each token of a pass adds.")
     error_fraction: float = Field(
         default=0.0, ge=0, description="Mean |predicted - measured| / measured of the recent intervals' step time."
     )

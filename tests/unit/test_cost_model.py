@@ -205,19 +205,6 @@ def test_a_short_lost_prefix_costs_no_pass() -> None:
     assert lost.prefill_compute_s - kept.prefill_compute_s == pytest.approx(80 * 0.001)
 
 
-def test_a_longer_pass_misses_more_where_the_passes_that_ran_did() -> None:
-    """300 tokens of a prefix are lost; of the 16 misses of a pass over 100 tokens half are theirs, so of every 100."""
-    changes = {"fit": CostFit(num_samples=9, pass_misses=20, prompt_token_misses=0.2)}
-    model = CostModel.from_snapshot(passes().model_copy(update=changes))
-    kept, lost = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
-    assert model.pass_tokens == 100
-    assert lost.prefill_link_s - kept.prefill_link_s == pytest.approx((3 * 8 + 3 * 8) * COPY_S)
-    short = passes(reuse=(ReuseBin(blocks=60, turns_per_s=1, tokens_per_s=80, passes_per_s=0),))
-    model = CostModel.from_snapshot(short.model_copy(update=changes))
-    kept, lost = (model.terms(Split(cap=4, kv_blocks=blocks)) for blocks in (60, 59))
-    assert lost.prefill_link_s - kept.prefill_link_s == pytest.approx(0.8 * 8 * COPY_S), "though it takes no other pass"
-
-
 def test_what_a_host_tier_brings_back_costs_the_cheaper_of_fetching_and_computing() -> None:
     layout = passes().layout
     lost_s = 3 * (0.05 + 16 * COPY_S) + 300 * 0.001

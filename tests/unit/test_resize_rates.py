@@ -47,10 +47,7 @@ def test_counters_that_went_back_start_anew() -> None:
 
 
 def engine(second: int, batch: int, last: Reading | None = None) -> Reading:
-    """An engine of 10 ms a decode step, 2 ms a token, 50 ms a pass, 1 ms a prompt token, and 4 ms around each step.
-
-    A pass misses 40 experts and one more for every five of its tokens.
-    """
+    """An engine of 10 ms a decode step, 2 ms a token, 50 ms a pass, 1 ms a prompt token, and 4 ms around each step."""
     before = last or Reading(PagerCounts(), PagerCounts(), 0, 0.0)
     decode = PagerCounts(
         steps=before.decode.steps + 20,
@@ -62,7 +59,6 @@ def engine(second: int, batch: int, last: Reading | None = None) -> Reading:
     prefill = PagerCounts(
         steps=before.prefill.steps + 2,
         tokens=before.prefill.tokens + prompt,
-        misses=before.prefill.misses + 2 * 40 + prompt // 5,
         seconds=before.prefill.seconds + 2 * 0.050 + 0.001 * prompt,
     )
     forwards_s = decode.seconds + prefill.seconds - before.decode.seconds - before.prefill.seconds
@@ -78,8 +74,6 @@ def test_the_fit_finds_the_constants_and_its_error_falls_to_nothing() -> None:
     assert found.token_s == pytest.approx(0.002, rel=0.02)
     assert found.pass_s == pytest.approx(0.054, rel=0.05)
     assert found.prompt_token_s == pytest.approx(0.001, rel=0.02)
-    assert found.pass_misses == pytest.approx(40, rel=0.02)
-    assert found.prompt_token_misses == pytest.approx(0.2, rel=0.02)
     assert found.error_fraction < 0.01
     assert found.num_samples == 119
 

@@ -4,11 +4,10 @@
 
     cost(C, K) = steps(K)  * (step_s + batch(K) * token_s + misses(C, batch(K)) * expert_bytes / B)
                + passes(K) * (pass_s + pass_misses(C) * expert_bytes / B)
-               + tokens(K) * (prompt_token_s + token_misses(C) * expert_bytes / B)
+               + tokens(K) * prompt_token_s
 
-C is the cap, K the usable KV blocks, B the link. A prefill is a *pass*: each expert that it needs and that has no slot
-comes over the link once, however many of its tokens use it. Long passes need nearly all, short ones the fewer the more
-of their tokens are reused: a pass's misses are a line over its tokens, fitted to those that ran.
+C is the cap, K the usable KV blocks, B the link. A prefill is a *pass*: it brings each expert without a slot over the
+link once, whatever its length, so it is counted in passes and only its arithmetic in tokens.
 
 - **Reuse.** ``tokens(K)`` and ``passes(K)`` are what the admitted prompts would take with no prefix cache, less what
   the reuse at a distance of up to K blocks saves (LRU stack distances). A turn needs one pass for its new tokens
@@ -88,13 +87,10 @@ class CostModel:
     decode_misses_by_cap: tuple[float, ...]
     union_by_batch: tuple[float, ...]
     pass_misses_by_cap: tuple[float, ...]
-    """Of a mean pass."""
-    token_share: float
-    """Part of them that grows with its tokens, of which it has ``pass_tokens``."""
     prompt_tokens_per_s: float
     prompt_passes_per_s: float
     pass_tokens: float
-    """Prompt tokens of a mean pass."""
+    """Prompt tokens of a pass, for work that is known in tokens only."""
     do_passes_decode: bool
     """Whether ``output_tokens_per_s`` counts the tokens that turns decode in steps which also prefill."""
     preempted_tokens_per_s: float
@@ -136,7 +132,6 @@ class CostModel:
             decode_misses_by_cap=_decode_misses(snapshot),
             union_by_batch=_union_by_batch(snapshot),
             pass_misses_by_cap=_pass_misses(snapshot),
-            token_share=_token_share(snapshot.fit, _tokens_per_pass(snapshot)),
             prompt_tokens_per_s=_prompt_tokens_per_s(snapshot),
             prompt_passes_per_s=_prompt_passes_per_s(snapshot),
             pass_tokens=_tokens_per_pass(snapshot),
@@ -160,7 +155,7 @@ class CostModel:
         return CostTerms(
             decode_link_s=steps_per_s * self.decode_misses(split.cap, batch) * self.copy_s,
             decode_compute_s=steps_per_s * (self.fit.step_s + batch * self.fit.token_s),
-            prefill_link_s=self._prefill_misses(split.cap, passes, tokens + again) * self.copy_s,
+            prefill_link_s=passes * self.pass_misses_by_cap[split.cap] * self.copy_s,
             prefill_compute_s=passes * self.fit.pass_s + (tokens + again) * self.fit.prompt_token_s + fetch_s,
         )
 
@@ -212,14 +207,8 @@ class CostModel:
 
     def _lost_s(self, lost: ReuseBin, cap: int) -> float:
         """Seconds per second to compute what ``lost`` would have saved."""
-        misses = self._prefill_misses(cap, lost.passes_per_s, lost.tokens_per_s)
-        compute_s = lost.passes_per_s * self.fit.pass_s + lost.tokens_per_s * self.fit.prompt_token_s
-        return compute_s + misses * self.copy_s
-
-    def _prefill_misses(self, cap: int, passes: float, tokens: float) -> float:
-        """Expected misses over all layers of so many passes over so many tokens together."""
-        mean_passes = (1.0 - self.token_share) * passes + self.token_share * tokens / self.pass_tokens
-        return mean_passes * self.pass_misses_by_cap[cap]
+        pass_s = self.fit.pass_s + self.pass_misses_by_cap[cap] * self.copy_s
+        return lost.passes_per_s * pass_s + lost.tokens_per_s * self.fit.prompt_token_s
 
     def _fetched_s(self, lost: ReuseBin) -> float:
         """Seconds per second to fetch it from the host tier; infinite where that has not kept it."""
@@ -373,12 +362,6 @@ def _pass_misses(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
     if len(snapshot.prefill_misses_by_cap) == layout.num_experts + 1:
         return snapshot.prefill_misses_by_cap
     return tuple(float(layout.num_layers * (layout.num_experts - cap)) for cap in range(layout.num_experts + 1))
-
-
-def _token_share(fit: CostFit, pass_tokens: float) -> float:
-    """Part of a mean pass's misses that its tokens add, 0 to 1."""
-    by_tokens = fit.prompt_token_misses * pass_tokens
-    return by_tokens / (fit.pass_misses + by_tokens) if by_tokens > 0 else 0.0
 
 
 def _prompt_tokens_per_s(snapshot: ReplicaSnapshot) -> float:

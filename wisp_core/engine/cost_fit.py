@@ -1,8 +1,4 @@
-"""Fits constants to the engine's own steps: seconds per step and per token, decode and prefill apart; misses of a pass.
-
-A pass over many tokens misses more experts than one over a few, so what it costs to compute a lost prefix again grows
-with its length, also where that takes no further pass.
-"""
+"""Fits the engine's compute time to its own steps: seconds per step and per token, decode and prefill apart."""
 
 from __future__ import annotations
 
@@ -28,31 +24,31 @@ class Reading(NamedTuple):
 
 
 class _Line:
-    """Least squares for ``amount = a * steps + b * tokens`` with a, b >= 0; an interval weighs as its steps."""
+    """Least squares for ``seconds = a * steps + b * tokens`` with a, b >= 0; an interval weighs as its steps."""
 
     def __init__(self, memory_s: float) -> None:
         self._memory = Forgetting(memory_s)
-        self._sums = [0.0] * 5  # of x*x, x*y, y*y, x*z, y*z with x steps, y tokens, z amount
+        self._sums = [0.0] * 5  # of x*x, x*y, y*y, x*s, y*s with x steps, y tokens, s seconds
 
-    def add(self, now_s: float, steps: int, tokens: int, amount: float) -> None:
+    def add(self, now_s: float, steps: int, tokens: int, seconds: float) -> None:
         keep = self._memory.keep(now_s)
-        products = (steps * steps, steps * tokens, tokens * tokens, steps * amount, tokens * amount)
+        products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self._sums = [keep * old + new / steps for old, new in zip(self._sums, products, strict=True)]
 
     def solve(self) -> tuple[float, float]:
         """``(a, b)``; zeros before any interval."""
-        xx, xy, yy, xz, yz = self._sums
+        xx, xy, yy, xs, ys = self._sums
         if xx <= 0:
             return 0.0, 0.0
         yy *= 1 + _RIDGE
         determinant = xx * yy - xy * xy
         if determinant > 0:
-            a, b = (xz * yy - yz * xy) / determinant, (yz * xx - xz * xy) / determinant
+            a, b = (xs * yy - ys * xy) / determinant, (ys * xx - xs * xy) / determinant
             if a >= 0 and b >= 0:
                 return a, b
             if a < 0:
-                return 0.0, max(0.0, yz / yy)
-        return max(0.0, xz / xx), 0.0
+                return 0.0, max(0.0, ys / yy)
+        return max(0.0, xs / xx), 0.0
 
 
 class StepFit:
@@ -60,7 +56,7 @@ class StepFit:
 
     def __init__(self, memory_s: float) -> None:
         """``memory_s``: how far back the fit looks, seconds."""
-        self._decode, self._prefill, self._pass_misses = (_Line(memory_s) for _ in range(3))
+        self._decode, self._prefill = _Line(memory_s), _Line(memory_s)
         self._memory = Forgetting(memory_s)
         self._overhead_s, self._overhead_steps = 0.0, 0.0
         self._error_s, self._measured_s = 0.0, 0.0
@@ -80,15 +76,12 @@ class StepFit:
         """The constants now. What a step costs outside its forward counts as time of the step."""
         step_s, token_s = self._decode.solve()
         pass_s, prompt_token_s = self._prefill.solve()
-        pass_misses, prompt_token_misses = self._pass_misses.solve()
         overhead_s = max(0.0, self._overhead_s / self._overhead_steps) if self._overhead_steps else 0.0
         return CostFit(
             step_s=step_s + overhead_s,
             token_s=token_s,
             pass_s=pass_s + overhead_s,
             prompt_token_s=prompt_token_s,
-            pass_misses=pass_misses,
-            prompt_token_misses=prompt_token_misses,
             error_fraction=self._error_s / self._measured_s if self._measured_s > 0 else 0.0,
             num_samples=self._num_samples,
         )
@@ -108,9 +101,6 @@ class StepFit:
             if steps > 0:
                 link_s = after.link_seconds - before.link_seconds
                 line.add(now_s, steps, after.tokens - before.tokens, max(0.0, seconds - link_s))
-        passes, misses = now.prefill.steps - last.prefill.steps, now.prefill.misses - last.prefill.misses
-        if passes > 0:
-            self._pass_misses.add(now_s, passes, now.prefill.tokens - last.prefill.tokens, misses)
         self._overhead_s = keep * self._overhead_s + measured_s - forward_s
         self._overhead_steps = keep * self._overhead_steps + (now.steps - last.steps)
         self._num_samples += 1

@@ -192,16 +192,11 @@ class Observer:
         # The cost model knows compute by row; what distinct experts cost is in it at the mean batch.
         batch = max(1.0, totals.decode_tokens / totals.decode_steps) if totals.decode_steps else 1.0
         distinct = totals.decode_distinct / totals.decode_steps if totals.decode_steps else 0.0
-        tokens = max(2, totals.pass_tokens // totals.passes) if totals.passes else 2
-        half, whole = (model.pass_misses(self._replica.cap, n) for n in (tokens // 2, tokens))
-        token_misses = max(0.0, whole - half) / (tokens - tokens // 2)
         return CostFit(
             step_s=model.step_s,
             token_s=model.row_s + model.distinct_s * distinct / batch,
             pass_s=pass_s,
             prompt_token_s=prompt_token_s,
-            pass_misses=max(0.0, whole - token_misses * tokens),
-            prompt_token_misses=token_misses,
             num_samples=round(totals.decode_steps),
         )
 
