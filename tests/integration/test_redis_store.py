@@ -240,6 +240,8 @@ async def test_snapshots_and_signatures_expire(redis_store: RedisStore, valkey) 
     assert 0 < client.ttl(keys.signature("t")) <= k.SIGNATURE_TTL_S
     assert 0 < client.ttl(keys.placement("t/u/s")) <= k.SESSION_TTL_S
     assert 0 < client.ttl(keys.plan("r1")) <= k.PLAN_TTL_S
+    client.zadd(keys.replicas, {"r0": time.time() - k.SNAPSHOT_TTL_S - 1})
+    assert set(await redis_store.list_reports()) == {"r1"}, "nobody has written since r0 was gone"
     client.delete(keys.snapshot("r1"))
     assert await redis_store.list_snapshots() == [], "a member of the index without a snapshot is no replica"
 

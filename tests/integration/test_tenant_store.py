@@ -256,5 +256,6 @@ async def test_turns_add_up_per_tenant(store: Store) -> None:
     usage = TenantUsage(tenant_id="a", turns=2, failed_turns=1, prompt_tokens=15, cached_tokens=4, completion_tokens=3)
     assert await store.list_tenant_usage() == [usage]
     await store.delete_tenant("a")
+    await store.record_turn(first)  # one that still ran
     await store.write_tenant(tenant("a", "k1"))
     assert await store.list_tenant_usage() == [], "a new tenant begins at nothing"

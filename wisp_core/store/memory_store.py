@@ -40,7 +40,7 @@ class MemoryStore:
         self._signatures: defaultdict[str, dict[str, c.Signature]] = defaultdict(dict)
         self._placements: OrderedDict[str, tuple[float, c.Placement]] = OrderedDict()
         self._turn_log: deque[TurnRecord] = deque(maxlen=k.TURN_LOG_LENGTH)
-        self._usage: OrderedDict[str, dict[str, str | float]] = OrderedDict()
+        self._usage: OrderedDict[str, tuple[float, dict[str, str | float]]] = OrderedDict()
         self._tenants: dict[str, TenantSpec] = {}
         self._tenant_usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._full_at_s: dict[tuple[str, Limit], float] = {}
@@ -179,22 +179,24 @@ class MemoryStore:
     async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
         await self.ping()
-        self._tenant_usage[tenant_of(turn.session_key)].update(tenant_usage_fields(turn))
+        if (tenant_id := tenant_of(turn.session_key)) in self._tenants:
+            self._tenant_usage[tenant_id].update(tenant_usage_fields(turn))
         self._turn_log.appendleft(turn)
         if not is_single_turn(turn.session_key):
-            self._record_session(turn)
+            self._record_session(turn, await self._placement(turn.session_key))
 
-    def _record_session(self, turn: TurnRecord) -> None:
-        usage = self._usage.pop(turn.session_key, {})
+    def _record_session(self, turn: TurnRecord, placement: c.Placement | None) -> None:
+        now_s = self._clock()
+        until_s, usage = self._usage.pop(turn.session_key, (0.0, {}))
+        usage = usage if until_s > now_s else {}
         for field, amount in usage_fields(turn).items():
             usage[field] = float(usage.get(field, 0)) + amount
         usage["replica_id"], usage["last_turn_at_s"] = turn.replica_id, turn.at_s
-        self._usage[turn.session_key] = usage
+        self._usage[turn.session_key] = (now_s + k.SESSION_TTL_S, usage)
         if len(self._usage) > k.INDEX_LENGTH:
             self._usage.popitem(last=False)
-        if turn.session_key in self._placements:
-            _, placement = self._placements[turn.session_key]
-            self._placements[turn.session_key] = (self._clock() + k.SESSION_TTL_S, placement)
+        if placement is not None:
+            self._placements[turn.session_key] = (now_s + k.SESSION_TTL_S, placement)
 
     async def list_turns(self, n: int) -> list[TurnRecord]:
         """See Store."""
@@ -204,7 +206,9 @@ class MemoryStore:
     async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""
         await self.ping()
-        newest = sorted(self._usage.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
+        now_s = self._clock()
+        kept = {key: usage for key, (until_s, usage) in self._usage.items() if until_s > now_s}
+        newest = sorted(kept.items(), key=lambda item: float(item[1]["last_turn_at_s"]), reverse=True)
         return [usage_from_fields(key, fields) for key, fields in newest[: max(0, n)]]
 
     async def write_tenant(self, tenant: TenantSpec, replaces: TenantSpec | None = None) -> bool:

@@ -95,7 +95,10 @@ class RedisStore:
     async def list_reports(self) -> dict[str, float]:
         """See Store."""
         async with self._connection.guard() as redis:
-            rows: list[tuple[str, float]] = await redis.zrange(self._keys.replicas, 0, -1, withscores=True)
+            oldest_s = time.time() - k.SNAPSHOT_TTL_S
+            rows: list[tuple[str, float]] = await redis.zrangebyscore(
+                self._keys.replicas, oldest_s, "+inf", withscores=True
+            )
         return dict(rows)
 
     async def read_snapshots(self, replica_ids: Collection[str]) -> list[c.ReplicaSnapshot]:
@@ -214,13 +217,14 @@ class RedisStore:
     async def record_turn(self, turn: TurnRecord) -> None:
         """See Store."""
         session = {} if is_single_turn(turn.session_key) else usage_fields(turn)
-        tenant = tenant_usage_fields(turn)
+        tenant_id, tenant = tenant_of(turn.session_key), tenant_usage_fields(turn)
         keys = [
             self._keys.session(turn.session_key),
-            self._keys.tenant_usage(tenant_of(turn.session_key)),
+            self._keys.tenant_usage(tenant_id),
             self._keys.placement(turn.session_key),
             self._keys.sessions,
             self._keys.turn_log,
+            self._keys.tenants,
         ]
         args: list[str | int | float] = [
             turn.session_key,
@@ -232,6 +236,7 @@ class RedisStore:
             k.TURN_LOG_LENGTH,
             k.LOG_TTL_S,
             len(session),
+            tenant_id,
         ]
         for field, amount in (*session.items(), *tenant.items()):
             args += [field, amount]

@@ -95,12 +95,14 @@ turn will end is not known, so a full house says one second.
 """
 
 RECORD_TURN = """
-local at = 10
+local at = 11
 for _ = 1, tonumber(ARGV[9]) do
   redis.call('HINCRBYFLOAT', KEYS[1], ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-for i = at, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
+if redis.call('HEXISTS', KEYS[6], ARGV[10]) == 1 then
+  for i = at, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
+end
 if ARGV[9] ~= '0' then
   redis.call('HSET', KEYS[1], 'replica_id', ARGV[3], 'last_turn_at_s', ARGV[2])
   redis.call('EXPIRE', KEYS[1], ARGV[4])
@@ -115,9 +117,11 @@ return 1
 """
 """Add a turn to what its session and its tenant have used, and keep the session's placement alive.
 
-KEYS: session usage, tenant usage, placement hash, index of sessions, turn log. ARGV: session key, the turn's time in s,
-replica id, TTL of a session in s, longest index, TurnRecord JSON, longest log, TTL of the log in s, number of the
-session's counters (0: it is not remembered), then each of these with its amount, then the tenant's. Returns 1.
+A tenant that has been deleted meanwhile has used nothing.
+KEYS: session usage, tenant usage, placement hash, index of sessions, turn log, tenants. ARGV: session key, the turn's
+time in s, replica id, TTL of a session in s, longest index, TurnRecord JSON, longest log, TTL of the log in s, number
+of the session's counters (0: it is not remembered), tenant id, then each of these counters with its amount, then the
+tenant's. Returns 1.
 """
 
 SETTLE = """
