@@ -74,12 +74,15 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
         """Take a tenant, a user and a topic in turn."""
         options = self.environment.parsed_options
         key_files: dict[str, str] = json.loads(options.wisp_keys)
+        self.client.trust_env = False  # No proxy: the service is here.
         number = next(_numbers)
         tenant = sorted(key_files)[number % len(key_files)]
         self._model = options.wisp_model
         self._key = Path(key_files[tenant]).read_text().strip()
+        # Each of Locust's worker processes counts its own users.
+        worker = getattr(self.environment.runner, "worker_index", 0)
         self._spec = AgentSpec(
-            tenant=tenant, user=f"load-{number % 6}", session_id=f"load-{number}", topic=number % _NUM_TOPICS
+            tenant=tenant, user=f"load-{number % 6}", session_id=f"load-{worker}-{number}", topic=number % _NUM_TOPICS
         )
         self._num_agents = 0
         self._long_words: int = options.wisp_long_words
@@ -120,7 +123,7 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
         self._agent = Agent(self._spec, task=self._num_agents)
 
     def _turn(self, turn: Turn, name: str) -> None:
-        """Stream one turn; Locust counts it under ``name``, and its first piece under ``name: first piece``."""
+        """Stream one turn; Locust counts it under ``name``, and its first token under the type TTFT."""
         body = turn.request(self._model) | {
             "user": self._spec.user,
             "stream": True,
@@ -152,7 +155,7 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
             if not line.startswith("data: "):
                 continue
             if is_first:
-                self._fire_first_piece(name, started_s)
+                self._fire_ttft(name, started_s)
                 is_first = False
             if line == "data: [DONE]":
                 break
@@ -170,11 +173,11 @@ class AgentUser(HttpUser):  # type: ignore[misc]  # Locust is not typed here
         message: dict[str, Any] = {"role": "assistant", "content": text}
         return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
 
-    def _fire_first_piece(self, name: str, started_s: float) -> None:
+    def _fire_ttft(self, name: str, started_s: float) -> None:
         environment: Environment = self.environment
         environment.events.request.fire(
             request_type="TTFT",
-            name=f"{name}: first piece",
+            name=name,
             response_time=(time.perf_counter() - started_s) * 1000,
             response_length=0,
             exception=None,

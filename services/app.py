@@ -286,7 +286,7 @@ class Service:
         while True:
             self._refuse_if_stopping()
             try:
-                response = httpx.get(f"{self.url}/readyz", timeout=5)
+                response = httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False)  # no proxy
             except httpx.TransportError as error:
                 last = str(error)
             else:

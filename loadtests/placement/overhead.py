@@ -98,11 +98,17 @@ async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row
         replica_id="direct",
     )
     try:
-        async with _listening(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with (
+            _listening(engine.app) as url,
+            httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+        ):
             rows = await _timed(config.requests, _turns(client, "direct"))
     finally:
         await engine.shutdown()
-    async with _listening(serve_baseline.echo_app()) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with (
+        _listening(serve_baseline.echo_app()) as url,
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+    ):
         return [*rows, *await _timed(config.requests, {"echo": lambda: _ask(client)})]
 
 
@@ -124,12 +130,12 @@ async def _through(config: OverheadConfig, service: Service) -> list[Row]:
     key_file = service.config.tenants[0].key_file
     assert key_file is not None, "the bench writes its own tenant"
     headers = {"authorization": f"Bearer {read_or_create(key_file)}", SESSION_HEADER: "overhead"}
-    async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=30, trust_env=False) as client:
         return await _timed(config.requests, _turns(client, "service"))
 
 
 async def _through_serve(config: OverheadConfig, url: str) -> list[Row]:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         return await _timed(config.requests, {"serve": lambda: _ask(client)})
 
 

@@ -246,7 +246,7 @@ async def measure(config: FairnessConfig, runs: int, on_rows: Callable[[list[Row
     rows: list[Row] = []
     limits = httpx.Limits(max_connections=None)
     with temporary_service(lambda directory: service_config(directory, config), TinyModelConfig()) as service:
-        async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits, trust_env=False) as client:
             fairness = Fairness(service, client, config)
             await fairness.warm_up()
             for run in range(1, runs + 1):

@@ -75,7 +75,7 @@ class Traffic:
 @asynccontextmanager
 async def traffic(service: RunningService, config: TrafficConfig) -> AsyncIterator[Traffic]:
     """Sessions run while the context is open."""
-    async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=120, trust_env=False) as client:
         running = Traffic(service, client, config)
         tasks = [asyncio.create_task(running.run(session)) for session in range(config.sessions)]
         try:

@@ -226,7 +226,7 @@ def _memory_rows(sampler: Any) -> list[Row]:
 
 
 def turn_counts(rows: Sequence[Mapping[str, str]]) -> Row:
-    """Turns of Locust's rows, and those that failed; first pieces have rows of their own."""
+    """Turns of Locust's rows, and those that failed; TTFTs have rows of their own."""
     turns = [row for row in rows if row["Type"] == "POST"]
     return {
         "requests": sum(int(row["Request Count"]) for row in turns),

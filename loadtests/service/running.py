@@ -67,7 +67,7 @@ class RunningService:
 
     def readiness(self) -> tuple[int, dict[str, Any]]:
         """Status and body of ``/readyz``."""
-        response = httpx.get(f"{self.url}/readyz", timeout=10)
+        response = httpx.get(f"{self.url}/readyz", timeout=10, trust_env=False)
         return response.status_code, response.json()
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
@@ -125,7 +125,7 @@ class RunningService:
         deadline_s = time.monotonic() + patience_s
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         while True:
-            answer = httpx.get(f"{self.url}/wisp/status", headers=headers, timeout=10)
+            answer = httpx.get(f"{self.url}/wisp/status", headers=headers, timeout=10, trust_env=False)
             if answer.status_code != 503 or time.monotonic() > deadline_s:
                 body: dict[str, Any] = answer.raise_for_status().json()
                 return body

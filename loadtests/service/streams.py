@@ -73,7 +73,10 @@ async def hold(url: str, key: str, model: str, config: StreamsConfig, resident_b
             samples.append(await asyncio.to_thread(resident_bytes))
             await asyncio.sleep(2.0)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client, asyncio.TaskGroup() as group:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
         group.create_task(sample())
         for number in range(config.streams):
             group.create_task(run(client, number))

@@ -69,7 +69,11 @@ def check_own(service: RunningService) -> None:
     body = {"model": service.config["model"]["served_name"], "messages": [{"role": "user", "content": "hello"}]}
     headers = {"authorization": f"Bearer {service.key(OWN)}"}
     answer = httpx.post(
-        f"{service.url}/v1/chat/completions", json={**body, "max_tokens": 2}, headers=headers, timeout=60
+        f"{service.url}/v1/chat/completions",
+        json={**body, "max_tokens": 2},
+        headers=headers,
+        timeout=60,
+        trust_env=False,
     )
     homes: dict[bool, set[str]] = {True: set(), False: set()}
     for one in service.status()["sessions"]:

@@ -109,7 +109,7 @@ def _print_summary(rows: list[dict[str, str]], after: Counters, before: Counters
     table = Table(title="Clients (Locust)")
     for name in ("what", "requests", "failures", "median, ms", "95 %, ms", "per s"):
         table.add_column(name)
-    # Not the sum over all rows: a turn and its first piece are a row each.
+    # Not the sum over all rows: a turn and its TTFT are a row each.
     for row in (row for row in rows if row["Name"] != "Aggregated"):
         table.add_row(
             f"{row['Type']} {row['Name']}".strip(),

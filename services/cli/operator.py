@@ -27,7 +27,10 @@ class Operator:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """The answer, whatever it says. Raises EngineUnavailableError when none comes."""
         try:
-            return httpx.request(method, self.url + path, headers=self._headers, timeout=_TIMEOUT_S, **options)
+            # Not by a proxy that the environment names: the service is here.
+            return httpx.request(
+                method, self.url + path, headers=self._headers, timeout=_TIMEOUT_S, trust_env=False, **options
+            )
         except httpx.RequestError as error:
             # A service that was killed leaves its file behind.
             why = "" if is_owned(self._state_dir) else f": no service runs with state_dir {self._state_dir} any more"

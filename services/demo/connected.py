@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from services.config import ServiceConfig
 from services.secret_files import read_or_create
@@ -32,7 +32,10 @@ async def tenant_clients(
             if tenant.key_file is None:
                 raise ConfigurationError(f"tenants.{tenant.tenant_id}.key_file: without it there is no key to send")
             key = read_or_create(tenant.key_file)
-            client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=timeout_s)
+            direct = DefaultAsyncHttpxClient(trust_env=False)  # not by a proxy that the environment names
+            client = AsyncOpenAI(
+                base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=timeout_s, http_client=direct
+            )
             clients[tenant.tenant_id] = await stack.enter_async_context(client)
         yield clients
 

@@ -261,7 +261,7 @@ class Gateway:
             answer.stream.cancel()
             raise error_of(answer.first, has_grammar=running.fields.has_grammar)
         if answer.status == 200:
-            running.mark_first_piece()
+            running.mark_first_token()
             stream = self._stream(running, answer)
             await anext(stream)  # Only a generator that has begun runs its ending when it is closed.
             return Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, stream)

@@ -1,6 +1,6 @@
 """Calling a replica by handle: the answer's head and pieces, again elsewhere while nothing has been sent.
 
-The other side is ``http(*, path, body, headers, method, session_key, ...)`` of the replica deployment, an async
+The other side is ``http(*, path, body, headers, session_key, ...)`` of the replica deployment, an async
 generator: ``{"status": int, "headers": {...}, "replica_id": str, "first": bytes}``, then more bytes. It raises
 EngineUnavailableError when its engine is gone. The keyword arguments of ``services.ingress.placement.Turn`` are for
 the router, which reads them in this process.

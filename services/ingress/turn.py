@@ -85,8 +85,8 @@ class RunningTurn:
         self.status = CLIENT_GONE
         self._began_s = began_s
 
-    def mark_first_piece(self) -> None:
-        """The first piece of a stream is here. A whole answer has no time of its first token that anybody sees."""
+    def mark_first_token(self) -> None:
+        """The first token of a stream is here. A whole answer has no time of its first token that anybody sees."""
         self.ttft_s = time.monotonic() - self._began_s
 
     def mark_error(self, error: BaseException) -> None:

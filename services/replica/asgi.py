@@ -1,4 +1,4 @@
-"""One HTTP request to an ASGI app in this process, as an async generator: the head, then the body in pieces."""
+"""One POST to an ASGI app in this process, as an async generator: the head, then the body in pieces."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ResponseHead:
 class AsgiRequest:
     """A request on its way through ``app``. Use ``stream`` once; closing the generator aborts the request."""
 
-    def __init__(self, app: AsgiApp, *, path: str, headers: Mapping[str, str], body: bytes, method: str) -> None:
-        """``path`` may carry a query. Nothing runs before ``stream``."""
+    def __init__(self, app: AsgiApp, *, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        """``path``: without a query. Nothing runs before ``stream``."""
         self._app = app
-        self._scope = _scope(method, path, headers, len(body))
+        self._scope = _scope(path, headers, len(body))
         self._body: bytes | None = body
         self._has_left = asyncio.Event()
         self._news = asyncio.Event()
@@ -110,21 +110,19 @@ class AsgiRequest:
             self._news.set()
 
 
-def _scope(method: str, path: str, headers: Mapping[str, str], body_bytes: int) -> Message:
-    path, _, query = path.partition("?")
-    kept = {name.lower(): value for name, value in headers.items() if name.lower() != "transfer-encoding"}
-    kept["content-length"] = str(body_bytes)
+def _scope(path: str, headers: Mapping[str, str], body_bytes: int) -> Message:
+    sent = {**headers, "content-length": str(body_bytes)}
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
-        "method": method,
+        "method": "POST",
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": query.encode(),
+        "query_string": b"",
         "root_path": "",
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept.items()],
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()],
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 80),
         "state": {},

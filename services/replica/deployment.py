@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -82,16 +81,15 @@ class Replica:
         self,
         *,
         path: str,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        method: str = "POST",
+        body: bytes,
+        headers: Mapping[str, str],
         session_key: str = "",
         prompt_key: str = "",
         **routing: Any,
     ) -> AsyncGenerator[dict[str, Any] | bytes, None]:
-        """Answer one OpenAI request: ``{"status", "headers", "replica_id", "first"}``, then more pieces as they come.
+        """Answer one OpenAI POST: ``{"status", "headers", "replica_id", "first"}``, then more pieces as they come.
 
-        ``first`` is the body's first piece: each item by handle costs a millisecond.
+        ``headers``: names in lower case. ``first`` is the body's first piece: each item by handle costs a millisecond.
 
         ``routing`` is for the router only. The status is 503 while the engine is being started again. Raises
         EngineUnavailableError when it ends meanwhile; if nothing was yielded yet, the caller may try elsewhere.
@@ -100,13 +98,12 @@ class Replica:
             # Not raised: Serve would log a traceback of each turn that asks meanwhile.
             yield self._head(ResponseHead(503, {}), b"")
             return
-        ended, started_s = self._state.engine_ended, time.monotonic()
+        ended = self._state.engine_ended
         if session_key and prompt_key:
             self._state.prompt_groups.note(session_key, prompt_key)
-        request = AsgiRequest(self._state.engine.app, path=path, headers=headers or {}, body=body, method=method)
+        request = AsgiRequest(self._state.engine.app, path=path, headers=headers, body=body)
         head: ResponseHead | None = None
-        first_piece_s: float | None = None
-        is_cut = False
+        is_cut = has_begun = False
         async with contextlib.aclosing(request.stream(until=ended)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ResponseHead):
@@ -118,18 +115,18 @@ class Replica:
                 # vLLM's words for a dead engine are not the rest of an answer: who asked is told that it was lost.
                 if is_cut := self._state.engine.is_dead:
                     break
-                if first_piece_s is None:
+                if not has_begun:
                     assert head is not None, "an ASGI app sends its head first"
-                    first_piece_s = time.monotonic() - started_s
+                    has_begun = True
                     yield self._head(head, piece)
                     continue
                 yield piece
-        if is_cut or ended.is_set() or (first_piece_s is None and self._state.engine.is_dead):
-            self._state.metrics.count_turn(0, first_piece_s)
+        if is_cut or ended.is_set() or (not has_begun and self._state.engine.is_dead):
+            self._state.metrics.count_turn(0)
             raise EngineUnavailableError("the engine ended during this turn")
-        if first_piece_s is None and head is not None:
+        if not has_begun and head is not None:
             yield self._head(head, b"")
-        self._state.metrics.count_turn(head.status if head else 0, first_piece_s)
+        self._state.metrics.count_turn(head.status if head else 0)
 
     def _head(self, head: ResponseHead, first: bytes) -> dict[str, Any]:
         return {"status": head.status, "headers": head.headers, "replica_id": self._state.replica_id, "first": first}

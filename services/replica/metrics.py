@@ -46,9 +46,6 @@ class ReplicaMetrics:
     def _create_counters(self) -> None:
         meter = self._telemetry.meter("wisp.replica")
         self._turns = meter.create_counter("wisp.replica.turns", description="HTTP requests, by status class.")
-        self._first_piece = meter.create_histogram(
-            "wisp.replica.first_piece_duration", unit="s", description="Time from arrival to the first piece of body."
-        )
         self._resizes = meter.create_counter("wisp.replica.resizes", description="Plans handled, by outcome.")
         self._moved = meter.create_counter(
             "wisp.replica.resized", unit="By", description="Bytes that moved between experts and KV."
@@ -81,11 +78,9 @@ class ReplicaMetrics:
         """What the gauges show from now on."""
         self._snapshot = snapshot
 
-    def count_turn(self, status: int, first_piece_s: float | None) -> None:
+    def count_turn(self, status: int) -> None:
         """A request was answered with ``status``; 0: the engine was gone before anything was sent."""
         self._turns.add(1, {"status": f"{status // 100}xx" if status else "unavailable"})
-        if first_piece_s is not None:
-            self._first_piece.record(first_piece_s)
 
     def count_resize(self, outcome: ResizeOutcome) -> None:
         """A plan was handled."""

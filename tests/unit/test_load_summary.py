@@ -42,11 +42,11 @@ def test_the_rows_are_those_that_locust_prints_at_its_end(tmp_path: Path, capfd:
     assert printed[1] == total["Request Count"]
 
 
-def test_turns_and_their_first_pieces_are_not_added_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_turns_and_their_ttfts_are_not_added_up(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"Failure Count": "0", "50%": "10", "95%": "20", "Requests/s": "1.5"}
     rows = [
         {"Type": "POST", "Name": "burst turn", "Request Count": "47", **figures},
-        {"Type": "TTFT", "Name": "burst turn: first piece", "Request Count": "47", **figures},
+        {"Type": "TTFT", "Name": "burst turn", "Request Count": "47", **figures},
         {"Type": "", "Name": "Aggregated", "Request Count": "94", **figures},
     ]
     _print_summary(rows, Counters({}), Counters({}))

@@ -22,7 +22,7 @@ def app_of(*pieces: bytes, pause_s: float = 0.0) -> Any:
 
 
 async def answer(app: Any) -> list[ResponseHead | bytes]:
-    request = AsgiRequest(app, path="/", headers={}, body=b"", method="POST")
+    request = AsgiRequest(app, path="/", headers={}, body=b"")
     return [piece async for piece in request.stream(until=asyncio.Event())]
 
 

@@ -44,7 +44,7 @@ class OnEngine(Replica):
 
 async def asked(engine: DyingEngine, pieces: list[bytes]) -> None:
     """Ask a replica with this engine; ``pieces`` gets what comes of the body."""
-    async for item in OnEngine(engine).http(path="/v1/completions", body=b"{}"):
+    async for item in OnEngine(engine).http(path="/v1/completions", headers={}, body=b"{}"):
         pieces.append(item["first"] if isinstance(item, dict) else item)
 
 
@@ -64,7 +64,7 @@ async def test_an_answer_that_a_dead_engine_cuts_is_told_as_lost(dies_before: in
 
 async def test_a_turn_that_meets_no_engine_is_sent_elsewhere_without_an_error() -> None:
     replica = OnEngine(DyingEngine(is_dead=True))
-    assert [item async for item in replica.http(path="/v1/completions", body=b"{}")] == [
+    assert [item async for item in replica.http(path="/v1/completions", headers={}, body=b"{}")] == [
         {"status": 503, "headers": {}, "replica_id": "r1", "first": b""}
     ]
 

@@ -41,10 +41,10 @@ def test_prompts_come_from_every_tenant_short_and_long() -> None:
     assert max(lengths) > 10 * min(lengths)
 
 
-def test_turns_and_their_first_pieces_are_not_added_up() -> None:
+def test_turns_and_their_ttfts_are_not_added_up() -> None:
     rows = [
         {"Type": "POST", "Name": "burst turn", "Request Count": "47", "Failure Count": "1"},
-        {"Type": "TTFT", "Name": "burst turn: first piece", "Request Count": "46", "Failure Count": "0"},
+        {"Type": "TTFT", "Name": "burst turn", "Request Count": "46", "Failure Count": "0"},
         {"Type": "POST", "Name": "long turn", "Request Count": "3", "Failure Count": "1"},
         {"Type": "", "Name": "Aggregated", "Request Count": "96", "Failure Count": "2"},
     ]
