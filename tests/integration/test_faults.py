@@ -118,16 +118,16 @@ async def test_killed_engine(service: LiveService, number: int) -> None:
     assert len(engines) == 2
     async with traffic(service) as running:
         await running.wait_for(1, 0.0)
-        killed_s = time.monotonic()
+        killed_s, killed_at_s = time.monotonic(), time.time()
         engines[number].kill()
         await _until_not_ready(service, within_s=5.0)
         status = await asyncio.to_thread(service.readiness)
         assert status[1]["healthy"] == 1
         # With one engine gone every session goes on, at the other replica.
+        homes = asyncio.create_task(_homes_until_ready(service, killed_at_s + 1.0))
         await running.wait_for(2, killed_s)
         survivor = next(one["replica_id"] for one in status[1]["replicas"] if one["is_healthy"])
-        if (await asyncio.to_thread(service.readiness))[0] == 503:
-            assert set(await asyncio.to_thread(_homes, service)) == {survivor}
+        assert await homes == {survivor}
         await asyncio.to_thread(service.wait_ready)
         await running.wait_for(1, time.monotonic())
     assert running.lost() == []
@@ -216,9 +216,19 @@ async def _until_not_ready(service: LiveService, within_s: float) -> None:
         await asyncio.sleep(0.05)
 
 
-def _homes(service: LiveService) -> list[str]:
-    """Where the last turn of each session ran."""
-    return [one["replica_id"] for one in service.status()["sessions"] if "fault-" in one["session_key"]]
+async def _homes_until_ready(service: LiveService, since_s: float) -> set[str]:
+    """Where the turns ran that ended after ``since_s``, Unix time, and before all engines serve again."""
+    found: set[str] = set()
+    while True:
+        status = await asyncio.to_thread(service.status)
+        await asyncio.sleep(0.6)  # Readiness may be half a second old.
+        if (await asyncio.to_thread(service.readiness))[0] != 503:
+            return found
+        found |= {
+            one["replica_id"]
+            for one in status["sessions"]
+            if "fault-" in one["session_key"] and one["last_turn_at_s"] >= since_s
+        }
 
 
 @pytest.mark.parametrize("how", ["hung", "gone"])
