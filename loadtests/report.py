@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,11 @@ from rich.table import Table
 
 from loadtests import machine
 from loadtests.command_line import typed_command
+from loadtests.rows import Row
 from wisp_core.errors import ConfigurationError
 
-Row = dict[str, Any]
+Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
+"""The option ``--output`` of a command."""
 RESULTS = Path(__file__).parent / "results"
 
 _LOG_WIDTH = 160

@@ -3,8 +3,6 @@
 A workflow is phases of agents. An agent holds a conversation that grows by what it sends and what it gets, pauses as
 its tools or its user take time, and begins anew when its task is done or its context is full. Equal arguments give
 equal traces; the seed decides every number, the workflow's figures do not depend on it.
-
-``read_trace`` reads the public formats: see `wisp_core.simulator.trace_files`.
 """
 
 from __future__ import annotations
@@ -16,23 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wisp_core.errors import ConfigurationError
-from wisp_core.simulator.trace import Trace, TraceTurn, trace_lines, write_trace
-from wisp_core.simulator.trace_files import read_trace
-
-__all__ = [
-    "WORKFLOWS",
-    "Agent",
-    "Phase",
-    "Trace",
-    "TraceTurn",
-    "Workload",
-    "generate",
-    "open_sessions",
-    "read_trace",
-    "trace_lines",
-    "workflow",
-    "write_trace",
-]
+from wisp_core.simulator.trace import Trace, TraceTurn
 
 Range = tuple[float, float]
 """Least and largest; drawn log-uniformly, so that short ones are as usual as long ones are rare."""

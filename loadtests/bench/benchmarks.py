@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from loadtests.bench import configs, plan, prefetch, summary
-from loadtests.report import Row
+from loadtests.rows import Row
 from wisp_core.errors import ConfigurationError
 
 Config = TypeVar("Config")

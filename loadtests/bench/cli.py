@@ -24,7 +24,8 @@ from loadtests.bench.online import cli as online
 from loadtests.bench.prefetch import concurrency_by_cap
 from loadtests.bench.runner import run_jobs
 from loadtests.placement import cli as placement
-from loadtests.report import Measured
+from loadtests.report import Measured, Output
+from loadtests.rows import Row
 from loadtests.service import cli as service
 from wisp_core.errors import ConfigurationError
 
@@ -41,7 +42,6 @@ def _parsed(parser: Callable[[str], Any], help_text: str, *names: str) -> Any:
     return typer.Option(*names, parser=parser, metavar="TEXT", help=help_text)
 
 
-Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 Fractions = Annotated[Any, _parsed(options.floats, "Shares of the experts on the device: 0.25,0.5.", "--cap")]
 Batches = Annotated[Any, _parsed(options.integers, "Requests at once: 1,4,8.", "--batch")]
 Baselines = Annotated[Any, _parsed(options.baselines, "Each with a share: uva_experts:0.25; or 'none'.")]
@@ -193,7 +193,7 @@ def prefetch(
     """Prefetch of predicted experts, on against off; and the concurrency that each cap leaves room for (GPU)."""
     config = _config(PREFETCH, common, caps=caps, batches=batches, guesses=guesses)
 
-    def summarize(rows: Sequence[report.Row]) -> report.Row:
+    def summarize(rows: Sequence[Row]) -> Row:
         return PREFETCH.summarize(rows) | {"concurrency": concurrency_by_cap(config)}
 
     _measure(config, dataclasses.replace(PREFETCH, summarize=summarize), common)

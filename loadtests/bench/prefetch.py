@@ -10,7 +10,7 @@ from typing import Any
 from loadtests.bench.configs import DecodeConfig, EngineConfig, gpu_engine
 from loadtests.bench.job import DecodeJob
 from loadtests.bench.plan import Model, NamedJob, decode_jobs
-from loadtests.report import Row
+from loadtests.rows import Row
 from loadtests.shapes import SHAPES, config_of
 from wisp_core.planner.cards import H200
 from wisp_core.planner.estimate import EngineChoice, memory_layout, other_bytes

@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from loadtests.bench.job import Job
-from loadtests.report import Measured, Row
+from loadtests.report import Measured
+from loadtests.rows import Row
 
 _ROOT = Path(__file__).parents[2]
 _LEAST_S = 15.0  # no engine starts in less

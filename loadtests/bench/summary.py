@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from loadtests.bench.modes import BASELINES, Mode, PrefixPlace
-
-Row = dict[str, Any]
+from loadtests.rows import Row
 
 _BASELINES = {mode.value for mode in BASELINES}
 

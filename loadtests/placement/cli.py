@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loadtests.command_line import say
-from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from loadtests.report import Measured, Output, finish, merge_results, result_path, write_result
+from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from loadtests.placement.live import LiveConfig
 
 app = typer.Typer()
-
-Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
 
 @app.command()
@@ -45,15 +44,13 @@ def placement(
     router: Annotated[str | None, typer.Option(help="Live: these only, such as working_set,power_of_two.")] = None,
     work: Annotated[str | None, typer.Option(help="Live: these only, such as topics.")] = None,
     seed: Annotated[str | None, typer.Option(help="Live: these only, such as 0,1.")] = None,
-    join: Annotated[
-        list[Path] | None, typer.Option(help="Live: measure nothing, join the rows of these files.")
-    ] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="Live: run nothing: rows of this file; again.")] = None,
     work_dir: Annotated[Path | None, typer.Option(help="Live: where model, state and logs go.")] = None,
     output: Output = None,
 ) -> None:
     """Expert copies and latency with WiSP's router, Serve's power of two, and consistent hashing; simulated, or live.
 
-    Live runs of some routers, works or seeds make files that can be joined.
+    Live runs of some routers, works or seeds make files that can be merged.
     """
     changes: dict[str, Any] = {} if turns is None else {"num_turns": turns}
     if is_live:
@@ -61,8 +58,8 @@ def placement(
         from loadtests.placement.live import LiveConfig
 
         base = replace(LiveConfig(), **changes)
-        if join:
-            _join(base, join, output)
+        if merge:
+            _merge(base, merge, output)
             return
         names = {"routers": router, "works": work, "seeds": seed}
         chosen: dict[str, Any] = {name: tuple(text.split(",")) for name, text in names.items() if text is not None}
@@ -129,7 +126,7 @@ def _live(base: LiveConfig, config: LiveConfig, work_dir: Path | None, output: P
     _run(base, lambda scratch: measure(config, work_dir or scratch, say, keep), summarize, path)
 
 
-def _join(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
+def _merge(base: LiveConfig, paths: Sequence[Path], output: Path | None) -> None:
     """One file of what several machines, or parts of one, have measured of ``base``; each seed's routers on one."""
     from loadtests.placement.live import summarize
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from loadtests.rows import Row
 from services.environment import engine_environment, set_in_this_process
 from wisp_core.settings import WispSettings
 from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.tiny_model.tiny_tokenizer import first_word_id
-
-Row = dict[str, Any]
 
 MODEL = TinyModelConfig(experts=64, top_k=4, moe_intermediate=128, kv_heads=1)
 FCFS, GATED = "fcfs", "gated"

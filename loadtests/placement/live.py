@@ -7,23 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from loadtests.bench.online.config import MODEL, SERVED_NAME, TENANTS
 from loadtests.bench.online.drive import Player
-from loadtests.bench.online.figures import TurnFigures, engine_figures, quantile, turn_figures
+from loadtests.bench.online.figures import TurnFigures, engine_figures, turn_figures
+from loadtests.rows import Row, quantile
 from loadtests.service.running import service_file, tenant
-from loadtests.traces import Trace, generate, workflow
+from loadtests.traces import generate, workflow
 from services.app import Service
 from services.config import RouterName, ServiceConfig
 from services.demo.connected import first_snapshots, tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.simulator.trace import Trace
 from wisp_core.tiny_model.tiny import write_tiny_model
-
-Row = dict[str, Any]
 
 _COMPARED = (
     ("decode_missed_bytes_per_token", "miss"),

@@ -15,6 +15,7 @@ import numpy as np
 import uvicorn
 
 from loadtests.placement import serve_baseline
+from loadtests.rows import Row
 from loadtests.service.running import service_file, tenant
 from services.app import Service
 from services.config import ServiceConfig
@@ -26,7 +27,6 @@ from services.replica.deployment import wisp_settings
 from services.secret_files import read_or_create
 from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
-Row = dict[str, Any]
 Call = Callable[[], Awaitable[Any]]
 
 SERVED_NAME = "tiny-moe"

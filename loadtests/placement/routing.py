@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loadtests.rows import Row
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.route import route
 from wisp_core.routing.views import ReplicaFigures, RoutingRequest, RoutingWeights, Uses
 
-Row = dict[str, Any]
 Rates = npt.NDArray[np.float32]
 
 NOW_S = 1.0

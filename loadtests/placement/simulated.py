@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from loadtests.rows import Row
 from loadtests.shapes import SHAPES, config_of
-from loadtests.traces import Trace, generate, workflow
+from loadtests.traces import generate, workflow
 from wisp_core.planner.cards import find_card
 from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
 from wisp_core.planner.model_shape import read_shape
@@ -18,8 +18,7 @@ from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
 from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.routers import HashRouter, PowerOfTwoRouter, Router, ScoredRouter, StickyLeastTurnsRouter
 from wisp_core.simulator.simulation import simulate
-
-Row = dict[str, Any]
+from wisp_core.simulator.trace import Trace
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "working_set": lambda _: ScoredRouter(),

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from loadtests.rows import Row
 from services.environment import engine_environment, set_in_this_process
 from wisp_core.contracts import Signature
 from wisp_core.settings import WispSettings
@@ -21,8 +22,6 @@ from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 from wisp_core.tiny_model.tiny_tokenizer import first_word_id
 from wisp_core.working_set.predictor import Evidence, predict, prefill_worth, safe_cap
 from wisp_core.working_set.signature import UseRates, merge, use_rates
-
-Row = dict[str, Any]
 
 MODEL = TinyModelConfig(experts=64, top_k=4, moe_intermediate=128, kv_heads=1)
 STAGES = ("nothing", "tenant", "prompt", "prefill", "first_tokens")

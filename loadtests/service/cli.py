@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from loadtests import command_line
-from loadtests.report import Measured, Row, finish, merge_results, result_path, write_result
+from loadtests.report import Measured, Output, finish, merge_results, result_path, write_result
+from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
@@ -20,7 +21,6 @@ Merge = Annotated[
     list[Path] | None,
     typer.Option(help="Run nothing: make one file of those of several runs. Give it once for each."),
 ]
-Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
 
 @app.command()

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.bench.online.figures import quantile
-from loadtests.report import Row, write_content
+from loadtests.report import write_content
+from loadtests.rows import Row, quantile
 from loadtests.service.fault_traffic import TENANT, Traffic, TrafficConfig, traffic
 from loadtests.service.rescore import Answer, rescore
 from loadtests.service.running import SMALL_MODEL, RunningService, service_file, temporary_service, tenant

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.report import Row
+from loadtests.rows import Row
 from loadtests.service.running import RunningService, temporary_service
 from loadtests.service.streams import MODEL, MOST_GROWTH, StreamsConfig, service_config
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtests.rows import Row
 from loadtests.service.gpu_memory import GpuProcesses, wait_until_gone
 from services.app import Service
 from services.cli.load import Counters, run_locust
@@ -23,8 +24,6 @@ from services.demo.sampler import MemorySampler
 from services.demo.workload import Agent, AgentSpec
 from services.preflight import checked_start
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
-
-Row = dict[str, Any]
 
 _LOG_LENGTH = 500
 _RESTART_TIMEOUT_S = 240.0

@@ -10,7 +10,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtests.report import Measured, Row, print_last_line, print_table, result_path, write_result
+from loadtests.report import Measured, print_last_line, print_table, result_path, write_result
+from loadtests.rows import Row
 from loadtests.service.made_up import python_path, with_made_up_weights
 from loadtests.service.run import Found, ServiceRun, host_copies, run_service
 from services.cli.load import refuse_without_locust

@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 
-from loadtests.bench.online.figures import quantile
-from loadtests.report import Row
+from loadtests.rows import Row, quantile
 from loadtests.service.running import service_file, temporary_service, tenant
 from loadtests.service.stream_client import StreamedTurn, stream_chat
 from wisp_core.errors import ConfigurationError

@@ -11,10 +11,11 @@ import typer
 import yaml
 
 from loadtests import command_line, report
-from loadtests.report import Measured
+from loadtests.report import Measured, Output
+from loadtests.rows import Row
 from loadtests.simulate import compare, replay, scale
 from loadtests.simulate.engines import build_engine
-from loadtests.traces import WORKFLOWS, Trace, generate, workflow
+from loadtests.traces import WORKFLOWS, generate, workflow
 from policies.damping import Damped
 from policies.registry import AnyPolicy, load_policy
 from services.cli.plots import Line, Panel, check_picture, draw
@@ -23,14 +24,13 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording
 from wisp_core.simulator.result import SimulationResult
 from wisp_core.simulator.simulation import SimulationSettings, simulate
+from wisp_core.simulator.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-Row = dict[str, Any]
 Shape = Annotated[str, typer.Option(help="A model shape of loadtests.shapes.")]
 Card = Annotated[str, typer.Option(help="Profile of a card, as in wisp plan.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture here: .svg or .png.")]
-Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
 
 @app.command()

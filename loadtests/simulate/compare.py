@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from loadtests.rows import Row
 from loadtests.simulate.engines import build_engine
-from loadtests.traces import WORKFLOWS, Trace, generate, workflow
+from loadtests.traces import WORKFLOWS, generate, workflow
 from policies.damping import Damped
 from policies.mv_wsa import MarginalValue
 from policies.oracle import Oracle
@@ -27,8 +28,7 @@ from wisp_core.contracts import ReplicaSnapshot, Split
 from wisp_core.planner.fit import Fitting
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
-
-Row = dict[str, Any]
+from wisp_core.simulator.trace import Trace
 
 ERRORS: Mapping[str, Mapping[str, float]] = {
     "link -20 %": {"link": 0.8},

@@ -10,11 +10,12 @@ import pytest
 
 from loadtests.bench.cli import main
 from loadtests.bench.online.config import MODEL, OnlineConfig, service_config
-from loadtests.bench.online.figures import TurnFigures, compare, moves, quantile, resize_figures, turn_figures
+from loadtests.bench.online.figures import TurnFigures, compare, moves, resize_figures, turn_figures
 from loadtests.bench.online.in_process import warm_up_lengths
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.results import merge
 from loadtests.bench.online.run import trace_of
+from loadtests.rows import quantile
 from wisp_core.contracts import Outcome, ResizeOutcome, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator.recording import read_recording, write_recording

@@ -82,7 +82,7 @@ def test_rows_of_several_live_runs_are_joined(tmp_path: Path) -> None:
     for seed, router in enumerate(("working_set", "working_set", "power_of_two")):
         measured = Measured(rows=[live_row(router, "topics", 2.0, seed)])
         write_result(tmp_path / f"{seed}.json", config, measured, {})
-    parts = [word for seed in range(3) for word in ("--join", str(tmp_path / f"{seed}.json"))]
+    parts = [word for seed in range(3) for word in ("--merge", str(tmp_path / f"{seed}.json"))]
     with pytest.raises(SystemExit):
         main(["placement", "--live", *parts, "--output", str(tmp_path / "all.json")])
     joined = json.loads((tmp_path / "all.json").read_text())

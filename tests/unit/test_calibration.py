@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 from loadtests.simulate.cli import app
 from loadtests.simulate.compare import CompareConfig, compare, summarize
 from loadtests.simulate.scale import ScaleConfig, scale
-from loadtests.traces import Trace, generate, workflow
+from loadtests.traces import generate, workflow
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.errors import ConfigurationError
 from wisp_core.simulator import calibration
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.recording import Recording, write_recording
 from wisp_core.simulator.simulation import SimulationSettings, simulate
+from wisp_core.simulator.trace import Trace
 
 
 class Reporter:

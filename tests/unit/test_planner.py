@@ -14,7 +14,7 @@ from simulator_engines import replayed_engine
 from typer.testing import CliRunner
 
 from loadtests.shapes import SHAPES, config_of
-from loadtests.traces import generate, workflow, write_trace
+from loadtests.traces import generate, workflow
 from services.cli.main import app
 from services.cli.plan import card_of_this_machine, serve_settings, vllm_command
 from services.config import ServiceConfig
@@ -31,6 +31,7 @@ from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import RoutingModel, replay_curves
 from wisp_core.simulator.recording import Recording, write_recording
+from wisp_core.simulator.trace import write_trace
 
 RESULTS = Path(__file__).parents[2] / "loadtests" / "results"
 QWEN = read_shape(config_of(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")

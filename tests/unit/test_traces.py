@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadtests.traces import WORKFLOWS, Trace, TraceTurn, generate, open_sessions, read_trace, workflow, write_trace
+from loadtests.traces import WORKFLOWS, generate, open_sessions, workflow
 from wisp_core.errors import ConfigurationError
+from wisp_core.simulator.trace import Trace, TraceTurn, write_trace
+from wisp_core.simulator.trace_files import read_trace
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

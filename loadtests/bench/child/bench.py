@@ -13,9 +13,8 @@ from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.child.replay import Replay
 from loadtests.bench.job import EngineJob
+from loadtests.rows import Row
 from wisp_core.pager.registry import current_pager
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from loadtests.bench.child.prefill import prompt_rows
 from loadtests.bench.child.resize import feasible_caps, move, split_at
 from loadtests.bench.child.workers import replay_in_wisp_workers, replay_with
 from loadtests.bench.job import BudgetJob
+from loadtests.rows import Row
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.engine.pass_tokens import card_of_device
 from wisp_core.pager.registry import current_pager
@@ -31,8 +32,6 @@ from wisp_core.planner.model_config import read_config
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.plan import PRIOR_CURVE_ERROR, Plan, PlanRequest, make_plan
 from wisp_core.settings import WispSettings
-
-Row = dict[str, Any]
 
 _ANSWER_TOKENS = 4
 _STEP_BYTES = 1 << 30

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from loadtests.bench.child.replay import request_id
 from loadtests.bench.online.figures import TurnFigures
-from loadtests.traces import Trace, TraceTurn
+from wisp_core.simulator.trace import Trace, TraceTurn
 
 _FIRST_TOKEN_ID = 3  # those before mean something to a tokenizer
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from loadtests.bench.child.audit import Audit
-from loadtests.bench.child.bench import Bench, Row, open_bench
+from loadtests.bench.child.bench import Bench, open_bench
 from loadtests.bench.child.engine import Generation, generate, synchronize
 from loadtests.bench.job import DecodeJob
+from loadtests.rows import Row
 
 
 def run_decode(job: DecodeJob) -> Iterator[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter
@@ -13,11 +12,10 @@ from loadtests.bench.child.engine import engine_arguments, open_engine
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.resize import move, split_at
 from loadtests.bench.job import IdentityJob
+from loadtests.rows import Row
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.pager.registry import current_pager
 from wisp_core.settings import WispSettings
-
-Row = dict[str, Any]
 
 _LOGPROBS = 3
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loadtests.bench.child.bench import Row, open_bench
+from loadtests.bench.child.bench import open_bench
 from loadtests.bench.child.decode import decode_rows
 from loadtests.bench.child.prefill import prefill_rows
 from loadtests.bench.job import LatencyJob
+from loadtests.rows import Row
 
 
 def run_latency(job: LatencyJob) -> Iterator[Row]:

@@ -15,14 +15,13 @@ from loadtests.bench.job import OnlineJob
 from loadtests.bench.online.figures import engine_figures, moves, resize_figures, turn_figures
 from loadtests.bench.online.in_process import warm_up_lengths
 from loadtests.bench.online.workload import fixed_turns
-from loadtests.traces import Trace
+from loadtests.rows import Row
 from policies.damping import Damped, Damping
 from policies.registry import load_policy
 from wisp_core.contracts import ResizeOutcome, Split
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.settings import WispSettings
-
-Row = dict[str, Any]
+from wisp_core.simulator.trace import Trace
 
 _SAMPLE_S = 2.0
 _WARMUP_TOKENS = 4

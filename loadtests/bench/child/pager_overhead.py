@@ -27,6 +27,7 @@ from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.command_line import typed_command
 from loadtests.report import print_last_line, write_content
 from loadtests.routing_trace import TraceConfig, routing_trace
+from loadtests.rows import Row
 from loadtests.shapes import SHAPES, Shape
 from wisp_core.memory.cuda_vmm import CudaBacking
 from wisp_core.pager.device.cap_kernel import set_cap
@@ -34,7 +35,6 @@ from wisp_core.pager.device.gather_kernel import Gather
 from wisp_core.pager.device.plan_kernel import plan_step
 from wisp_core.pager.device.state import DeviceState, Header, Lists
 
-Row = dict[str, Any]
 DEVICE = "cuda"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from loadtests.bench.child.bench import Bench, Row, open_bench
+from loadtests.bench.child.bench import Bench, open_bench
 from loadtests.bench.child.engine import Generation, generate, synchronize
 from loadtests.bench.job import PrefillJob
+from loadtests.rows import Row
 
 _HIT_RATE_TOKENS = 48  # of each request, before and after a long prompt
 

@@ -16,11 +16,10 @@ from loadtests.bench.child.engine import engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.job import ResizeJob
+from loadtests.rows import Row
 from wisp_core.contracts import Split
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.settings import WispSettings
-
-Row = dict[str, Any]
 
 _ANSWER_TOKENS = 8
 _TRAFFIC_TOKENS = 24

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 from loadtests.bench.child.engine import Generation, engine_arguments, generate
 from loadtests.bench.child.gpu_memory import GpuMemory
 from loadtests.bench.child.link import measure_link_bytes_per_s
 from loadtests.bench.job import ReturnJob
 from loadtests.bench.modes import PrefixPlace
+from loadtests.rows import Row
 from wisp_core.engine.offline import OfflineEngine
 from wisp_core.settings import WispSettings
-
-Row = dict[str, Any]
 
 _NEW = 1 << 20
 """Added to a session's number for the prompt of its second turn."""

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
-from loadtests.bench.online.figures import Row, TurnFigures
+from loadtests.bench.online.figures import TurnFigures
 from loadtests.bench.online.run import with_policy
-from loadtests.traces import Agent, Phase, Trace, Workload, generate
+from loadtests.rows import Row
+from loadtests.traces import Agent, Phase, Workload, generate
 from services.app import Service
 from services.demo.connected import tenant_clients
 from services.preflight import checked_start
 from wisp_core.contracts import Barrier, Outcome, ReplicaSnapshot, ResizeOutcome, Split, SplitPlan
+from wisp_core.simulator.trace import Trace
 from wisp_core.store.interface import Store
 from wisp_core.tiny_model.tiny import write_tiny_model
 

@@ -15,14 +15,14 @@ from loadtests.bench.configs import is_gpu_machine
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.runner import run_jobs
 from loadtests.command_line import say
-from loadtests.report import Measured
+from loadtests.report import Measured, Output
+from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from loadtests.bench.online.results import Result
 
-Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 
 _ONLINE_COLUMNS = ("policy", "cap", "turns_per_s", "makespan_s", "ttft_p95_s", "failed_turns", "resizes", "bytes_moved")
 _BALLOON_COLUMNS = (
@@ -109,10 +109,10 @@ def _of_a_service(
     config = dataclasses.replace(OnlineConfig(), **given)
     path = output or report.result_path(config.name)
 
-    def result(rows: list[report.Row]) -> Result:
+    def result(rows: list[Row]) -> Result:
         return results.result_of(config, Measured.here(rows))
 
-    def save(rows: list[report.Row]) -> None:
+    def save(rows: list[Row]) -> None:
         results.save(result(rows), path)
 
     with tempfile.TemporaryDirectory() as scratch:

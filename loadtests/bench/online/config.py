@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadtests.service.running import service_file, tenant
 from services.config import ServiceConfig
-from services.free_port import free_port
 from wisp_core.tiny_model.tiny import TinyModelConfig
 
 MODEL = TinyModelConfig(experts=64, top_k=4, moe_intermediate=128, kv_heads=1)
@@ -55,38 +55,23 @@ class OnlineConfig:
 
 def service_config(config: OnlineConfig, directory: Path) -> ServiceConfig:
     """The service of a run, with everything it writes in ``directory`` and a free port."""
-    tenants = [
-        {
-            "tenant_id": name,
-            "key_file": str(directory / "keys" / f"{name}.key"),
-            "requests_per_minute": 1_000_000,
-            "tokens_per_minute": 1_000_000_000,
-        }
-        for name in TENANTS
-    ]
-    return ServiceConfig.model_validate(
-        {
-            "name": "wisp-bench",
-            "state_dir": str(directory),
-            "http": {"port": free_port()},
-            "model": {"path": str(directory / "model"), "served_name": SERVED_NAME},
-            "replica": {
-                "count": config.num_replicas,
-                "vram_budget_bytes": config.vram_budget_bytes,
-                "activation_bytes": config.activation_bytes,
-                "emulated_link_bytes_per_s": config.link_bytes_per_s,
-                "window_s": config.window_s,
-                "graceful_shutdown_timeout_s": 30,
-                "engine": {
-                    "max_model_len": config.max_context_tokens,
-                    "max_num_seqs": config.max_num_seqs,
-                    "max_num_batched_tokens": config.max_num_batched_tokens,
-                    "block_size": config.block_tokens,
-                    "dtype": "bfloat16",
-                    "enable_prefix_caching": True,
-                },
-            },
-            "policy": {"name": "static_split", "epoch_s": config.epoch_s},
-            "tenants": tenants,
-        }
-    )
+    replica = {
+        "count": config.num_replicas,
+        "vram_budget_bytes": config.vram_budget_bytes,
+        "activation_bytes": config.activation_bytes,
+        "emulated_link_bytes_per_s": config.link_bytes_per_s,
+        "window_s": config.window_s,
+        "graceful_shutdown_timeout_s": 30,
+        "engine": {
+            "max_model_len": config.max_context_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "block_size": config.block_tokens,
+            "dtype": "bfloat16",
+            "enable_prefix_caching": True,
+        },
+    }
+    policy = {"name": "static_split", "epoch_s": config.epoch_s}
+    tenants = [tenant(directory, name) for name in TENANTS]
+    file = service_file("wisp-bench", directory, SERVED_NAME, replica, tenants, policy=policy)
+    return ServiceConfig.model_validate(file)

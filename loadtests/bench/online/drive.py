@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from openai import AsyncOpenAI, OpenAIError
 
 from loadtests.bench.online.figures import TurnFigures
-from loadtests.traces import Trace, TraceTurn
 from services.ingress.sessions import SESSION_HEADER
+from wisp_core.simulator.trace import Trace, TraceTurn
 from wisp_core.tiny_model.tiny import TinyModelConfig
 
 

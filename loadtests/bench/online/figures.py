@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from loadtests.rows import Row, quantile
 from wisp_core.contracts import Outcome, ReplicaSnapshot, ResizeOutcome
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +129,6 @@ def compare(rows: Sequence[Row], policy: str) -> Row:
         "resizes": online["resizes"],
         "bytes_moved": online["bytes_moved"],
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of all do not exceed; NaN for none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def _phase(number: int, name: str, turns: Sequence[TurnFigures]) -> Row:

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter
 
 from loadtests import report
 from loadtests.bench.online.config import OnlineConfig
-from loadtests.bench.online.figures import Row, compare
+from loadtests.bench.online.figures import compare
 from loadtests.bench.online.in_process import InProcessConfig
 from loadtests.report import Measured
+from loadtests.rows import Row
 from wisp_core.errors import ConfigurationError
 
 AnyConfig = OnlineConfig | InProcessConfig

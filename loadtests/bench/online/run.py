@@ -12,10 +12,10 @@ from typing import Any
 
 from loadtests.bench.online.config import SERVED_NAME, OnlineConfig, service_config
 from loadtests.bench.online.drive import Player
-from loadtests.bench.online.figures import Row, engine_figures, moves, resize_figures, turn_figures
+from loadtests.bench.online.figures import engine_figures, moves, resize_figures, turn_figures
 from loadtests.bench.online.record import recording_of_way
 from loadtests.bench.online.workload import fixed_turns
-from loadtests.traces import Trace
+from loadtests.rows import Row
 from services.app import Service
 from services.config import DampingSettings, PolicySettings
 from services.demo.connected import first_snapshots, tenant_clients
@@ -23,6 +23,7 @@ from services.preflight import checked_start
 from wisp_core.contracts import ReplicaSnapshot, Signature
 from wisp_core.errors import WispError
 from wisp_core.simulator.recording import Recording, write_recording
+from wisp_core.simulator.trace import Trace
 from wisp_core.store.interface import Store
 from wisp_core.store.keys import TURN_LOG_LENGTH
 from wisp_core.tenant_contracts import TurnRecord

@@ -14,8 +14,9 @@ tokens, and all of them together just fit beside a tenth of the experts of a 30B
 
 from __future__ import annotations
 
-from loadtests.traces import Agent, Phase, Trace, Workload, generate
+from loadtests.traces import Agent, Phase, Workload, generate
 from wisp_core.errors import ConfigurationError
+from wisp_core.simulator.trace import Trace
 
 BURSTS = Agent(
     first_prompt_tokens=(500, 1500),
