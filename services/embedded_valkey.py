@@ -64,7 +64,7 @@ class EmbeddedValkey:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._directory,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 start_new_session=True,  # A Ctrl-C in the terminal is for the service, which stops this one last.
             )
         self._pid_path.write_text(str(self._process.pid))
@@ -152,5 +152,6 @@ class EmbeddedValkey:
         return b"PONG" in replies
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -18,15 +18,13 @@ _POLL_PERIOD_S = 0.5
 
 
 @contextlib.contextmanager
-def progress_to(
-    say: Callable[[str], None], *, until: threading.Event | None = None, period_s: float = PERIOD_S
-) -> Iterator[None]:
-    """Say where the logs are as soon as that is known, and what is ready every ``period_s``.
+def progress_to(say: Callable[[str], None], *, until: threading.Event | None = None) -> Iterator[None]:
+    """Say where the logs are as soon as that is known, and what is ready every ``PERIOD_S``.
 
     Ends at exit, or once ``until`` is set.
     """
     ended = until or threading.Event()
-    teller = threading.Thread(target=_tell, args=(say, ended, period_s), name="start-progress", daemon=True)
+    teller = threading.Thread(target=_tell, args=(say, ended), name="start-progress", daemon=True)
     teller.start()
     try:
         yield
@@ -36,7 +34,7 @@ def progress_to(
         teller.join(timeout=1.0)
 
 
-def _tell(say: Callable[[str], None], ended: threading.Event, period_s: float) -> None:
+def _tell(say: Callable[[str], None], ended: threading.Event) -> None:
     started_s = time.monotonic()
     # Whatever Ray raises while it stops again is told by who stops it.
     with contextlib.suppress(RayError, RuntimeError):
@@ -46,7 +44,7 @@ def _tell(say: Callable[[str], None], ended: threading.Event, period_s: float) -
         if ended.is_set():
             return
         say(f"logs are in {log_directory()}")
-        while not ended.wait(period_s) and ray.is_initialized():
+        while not ended.wait(PERIOD_S) and ray.is_initialized():
             say(f"{time.monotonic() - started_s:.0f} s, ready: {what_is_ready(serve.status())}")
 
 

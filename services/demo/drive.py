@@ -17,6 +17,13 @@ from services.ingress.sessions import SESSION_HEADER
 
 _ARRIVAL_S = 0.15
 """Time between the starts of two sessions: agents do not arrive in the same instant."""
+_PHASE_S = 22.0
+_SESSIONS_PER_USER = {"bursts": 2, "long contexts": 1}
+_BURST_PAUSE_S = 0.1
+_BURST_CONTEXT_TOKENS = 600
+"""An agent whose context is longer starts a new conversation, as agents do between tasks."""
+_DOCUMENT_WORDS = 3000
+_FOLLOW_UP_WORDS = 120
 
 
 class Phase(StrEnum):
@@ -24,23 +31,6 @@ class Phase(StrEnum):
 
     BURSTS = "bursts"
     LONG = "long contexts"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadSettings:
-    """How much is done."""
-
-    burst_s: float = 22.0
-    """A burst phase lasts this long; each agent starts its next turn at once or after a short pause."""
-    burst_pause_s: float = 0.1
-    burst_sessions_per_user: int = 2
-    burst_context_tokens: int = 600
-    """An agent whose context is longer starts a new conversation, as agents do between tasks."""
-    long_s: float = 22.0
-    long_document_words: int = 3000
-    long_followup_words: int = 120
-    long_followups: int = 1
-    long_sessions_per_user: int = 1
 
 
 @dataclass
@@ -73,10 +63,9 @@ class SessionFigures:
 class Driver:
     """Drives sessions and keeps what they saw."""
 
-    def __init__(self, clients: dict[str, AsyncOpenAI], model: str, settings: WorkloadSettings) -> None:
+    def __init__(self, clients: dict[str, AsyncOpenAI], model: str) -> None:
         self._clients = clients
         self._model = model
-        self._settings = settings
         self.sessions: dict[str, SessionFigures] = {}
         self.recorded: list[RecordedTurn] = []
 
@@ -98,42 +87,37 @@ class Driver:
 
     async def run(self, phase: Phase, label: str) -> None:
         """Run one phase to its end; every session gets at least one turn."""
-        settings = self._settings
-        is_burst = phase is Phase.BURSTS
-        specs = self._specs(phase, settings.burst_sessions_per_user if is_burst else settings.long_sessions_per_user)
-        deadline_s = time.monotonic() + (settings.burst_s if is_burst else settings.long_s)
-        play = self._play_bursts if is_burst else self._play_long
+        deadline_s = time.monotonic() + _PHASE_S
+        play = self._play_bursts if phase is Phase.BURSTS else self._play_long
         async with asyncio.TaskGroup() as group:
-            for spec in specs:
+            for spec in self._specs(phase):
                 group.create_task(play(spec, label, deadline_s))
                 await asyncio.sleep(_ARRIVAL_S)
 
-    def _specs(self, phase: Phase, sessions_per_user: int) -> list[AgentSpec]:
+    def _specs(self, phase: Phase) -> list[AgentSpec]:
         """Two users per tenant, each with a topic of its own."""
         kind = "burst" if phase is Phase.BURSTS else "long"
         return [
             AgentSpec(tenant=tenant, user=f"user-{user}", session_id=f"{kind}-{user}-{number}", topic=2 * index + user)
             for index, tenant in enumerate(self._clients)
             for user in range(2)
-            for number in range(sessions_per_user)
+            for number in range(_SESSIONS_PER_USER[phase])
         ]
 
     async def _play_bursts(self, spec: AgentSpec, label: str, deadline_s: float) -> None:
         agent, context_tokens = self._new_agent(spec), 0
         while time.monotonic() < deadline_s:
-            if context_tokens > self._settings.burst_context_tokens:
+            if context_tokens > _BURST_CONTEXT_TOKENS:
                 agent = self._new_agent(spec)
             result = await self._turn(agent, agent.burst_turn(), label)
             context_tokens = result.prompt_tokens + result.completion_tokens
-            await asyncio.sleep(self._settings.burst_pause_s)
+            await asyncio.sleep(_BURST_PAUSE_S)
 
     async def _play_long(self, spec: AgentSpec, label: str, deadline_s: float) -> None:
-        settings = self._settings
         while time.monotonic() < deadline_s:
             agent = self._new_agent(spec)
-            await self._turn(agent, agent.long_turn(settings.long_document_words), label)
-            for _ in range(settings.long_followups):
-                await self._turn(agent, agent.long_turn(settings.long_followup_words), label)
+            await self._turn(agent, agent.long_turn(_DOCUMENT_WORDS), label)
+            await self._turn(agent, agent.long_turn(_FOLLOW_UP_WORDS), label)
 
     def _new_agent(self, spec: AgentSpec) -> Agent:
         figures = self.sessions.setdefault(f"{spec.tenant}/{spec.user}/{spec.session_id}", SessionFigures(spec))

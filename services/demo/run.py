@@ -20,7 +20,7 @@ from rich.markup import escape
 from services.app import Service
 from services.config import ServiceConfig
 from services.demo.connected import first_snapshots, tenant_clients
-from services.demo.drive import Driver, Phase, WorkloadSettings
+from services.demo.drive import Driver, Phase
 from services.demo.identity import answer_resident, find_mismatches, pick, replay_live
 from services.demo.sampler import MemorySampler
 from services.demo.summary import Resize, join, print_replica, session_table, show_split
@@ -129,7 +129,7 @@ class Demo:
             tending = asyncio.create_task(self._tend())
             stack.callback(tending.cancel)
             clients = await stack.enter_async_context(tenant_clients(self._config, self._service.url))
-            driver = Driver(clients, self._config.model.name, WorkloadSettings())
+            driver = Driver(clients, self._config.model.name)
             start = await first_snapshots(store, self._config.replica.count)
             sampler = stack.enter_context(
                 MemorySampler(await self._engine_pids(), {one.replica_id: one.budget_bytes for one in start})

@@ -52,7 +52,7 @@ class Cluster:
         *,
         num_replicas: int,
         stale_after_s: float,
-        service_started_s: float = 0.0,
+        service_started_s: float,
         find_ingresses: Callable[[], ReplicaHandle] | None = None,
     ) -> None:
         """``replicas``: the handle of each deployment of replicas, ``num_replicas`` in all.

@@ -24,6 +24,7 @@ from wisp_core.contracts import Decision, ReplicaSnapshot
 from wisp_core.errors import ConfigurationError, WispError
 
 MAX_REPLY_BYTES = 1 << 20
+START_TIMEOUT_S = 60.0
 _EXIT_GRACE_S = 1.0
 
 
@@ -52,7 +53,6 @@ class PolicySpec:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    start_timeout_s: float = 60.0
     memory_bytes: int = 2 << 30
 
 
@@ -73,7 +73,7 @@ class PolicyProcess:
                 stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
             )
-        reply = self._exchange(request, spec.start_timeout_s)
+        reply = self._exchange(request, START_TIMEOUT_S)
         if "refused" in reply:
             self.kill()
             raise ConfigurationError(str(reply["refused"]))

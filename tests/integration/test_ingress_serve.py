@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import find_free_port
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from services.config import HttpSettings, ModelSettings, ReplicaSettings, RoutingSettings, ServiceConfig, TenantSettings
 from services.environment import message_environment
+from services.free_port import free_port
 from services.ingress.app import build_ingress
 from services.ingress.cluster import SHARED_S
 from services.ingress.listener import Listener
@@ -106,7 +106,7 @@ def service(ray_serve: None, valkey_server: Any, tmp_path_factory: pytest.TempPa
     config = ServiceConfig(
         name=NAME,
         state_dir=state_dir,
-        http=HttpSettings(port=find_free_port()),
+        http=HttpSettings(port=free_port()),
         model=ModelSettings(path="tiny"),
         replica=ReplicaSettings(vram_budget_bytes=1 << 20, count=2, engine={"max_model_len": 512}),
         routing=RoutingSettings(refresh_s=0.1),

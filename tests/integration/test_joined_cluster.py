@@ -16,10 +16,12 @@ import openai
 import psutil
 import pytest
 import ray.util
-from conftest import ValkeyProcess, die_with_parent, find_free_port
+from conftest import ValkeyProcess
 from live_service import MODEL, service_config
 
 from loadtests.service.running import RunningService
+from services.embedded_valkey import die_with_parent
+from services.free_port import free_port
 from wisp_core.tiny_model.tiny import TinyModelConfig, write_tiny_model
 
 WORKER_HOST = "127.0.0.2"
@@ -30,7 +32,7 @@ class Cluster:
     """One head and one worker node, each with room for one replica."""
 
     def __init__(self, directory: Path, ray_directory: str) -> None:
-        port = find_free_port()
+        port = free_port()
         self.address = f"{ray.util.get_node_ip_address()}:{port}"
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         head = ["--head", f"--port={port}", f"--temp-dir={ray_directory}", "--include-dashboard=false"]
@@ -87,7 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def configured(directory: Path, **changed: Any) -> dict[str, Any]:
     write_tiny_model(directory / "model", TinyModelConfig(layers=2, experts=16, moe_intermediate=128))
-    return {**service_config(directory, find_free_port()), **changed}
+    return {**service_config(directory, free_port()), **changed}
 
 
 def joined(directory: Path, config: dict[str, Any], cluster: Cluster) -> RunningService:

@@ -250,6 +250,7 @@ async def test_metrics_show_every_ingress(service: Service) -> None:
         service.telemetry,
         num_replicas=2,
         stale_after_s=10,
+        service_started_s=0.0,
         find_ingresses=Ingresses,  # type: ignore[arg-type]
     ).metrics()
     assert 'wisp_y{replica="ingress-a"} 1.0' in text

@@ -34,6 +34,7 @@ def test_the_logs_are_named_first_and_progress_comes_until_the_end(monkeypatch: 
     monkeypatch.setattr(start_progress.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(start_progress.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(start_progress.serve, "status", lambda: STATUS)
+    monkeypatch.setattr(start_progress, "PERIOD_S", 0.01)
     lines: list[str] = []
     told = threading.Event()
     before = set(threading.enumerate())
@@ -43,7 +44,7 @@ def test_the_logs_are_named_first_and_progress_comes_until_the_end(monkeypatch: 
         if len(lines) == 2:
             told.set()
 
-    with progress_to(say, period_s=0.01):
+    with progress_to(say):
         assert told.wait(5)
     assert lines[:2] == [
         "logs are in /tmp/ray/session_1/logs",
@@ -55,7 +56,7 @@ def test_the_logs_are_named_first_and_progress_comes_until_the_end(monkeypatch: 
 def test_a_start_that_fails_before_ray_runs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_progress.ray, "is_initialized", lambda: False)
     lines: list[str] = []
-    with progress_to(lines.append, period_s=0.01):
+    with progress_to(lines.append):
         pass
     assert lines == []
 
@@ -64,6 +65,6 @@ def test_of_a_start_that_is_interrupted_no_more_is_told(monkeypatch: pytest.Monk
     lines, interrupted = list[str](), threading.Event()
     interrupted.set()
     monkeypatch.setattr(start_progress.ray, "is_initialized", lambda: True)
-    with progress_to(lines.append, until=interrupted, period_s=0.01):
+    with progress_to(lines.append, until=interrupted):
         pass
     assert lines == []
