@@ -15,6 +15,7 @@ from loadtests.shapes import SHAPES, config_of
 from wisp_core.planner.cards import H200
 from wisp_core.planner.estimate import EngineChoice, memory_layout, other_bytes
 from wisp_core.planner.model_shape import read_shape
+from wisp_core.settings import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,9 @@ def prefetch_summary(rows: Sequence[Row]) -> dict[str, Any]:
 def concurrency_by_cap(config: PrefetchConfig) -> list[Row]:
     """Sessions of ``session_tokens`` whose KV fits beside each cap in one budget, by the engine's own arithmetic."""
     shape = read_shape(config_of(SHAPES[config.concurrency_model]), name=config.concurrency_model)
-    choice = EngineChoice(max_model_len=config.session_tokens, max_num_seqs=256, min_cap=min(config.caps))
+    choice = EngineChoice(
+        max_model_len=config.session_tokens, max_num_seqs=256, settings=EngineSettings(min_cap=min(config.caps))
+    )
     pooled_bytes = config.budget_bytes - other_bytes(shape, choice)
     layout = memory_layout(shape, choice, pooled_bytes=pooled_bytes, page_bytes=H200.page_bytes)
     blocks_of_session = -(-config.session_tokens // layout.block_tokens)

@@ -44,7 +44,7 @@ def test_an_engine_without_a_size_is_given_the_plan_s_and_says_why(model: str, m
     monkeypatch.setattr(pass_tokens.logger, "info", lambda text, *values: said.append(text % values))
     settings = WispSettings(vram_budget_bytes=24 * GB)
     asked = {"max_model_len": 8192, "max_num_seqs": 8}
-    expected = choose_for_engine(model, asked, 24 * GB, H200)
+    expected = choose_for_engine(model, asked, settings, H200)
     arguments = paged_engine_args(model, asked, settings)
     assert arguments["max_num_batched_tokens"] == expected.chosen.tokens
     assert "max_num_batched_tokens is" in said[0]

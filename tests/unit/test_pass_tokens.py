@@ -15,9 +15,11 @@ from wisp_core.planner.chunk import GOOD_ENOUGH
 from wisp_core.planner.engine_pass import choose_for_engine
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.plan import PlanRequest, choose_pass, make_plan
+from wisp_core.settings import WispSettings
 
 QWEN = read_shape(config_of(SHAPES["qwen3-30b-a3b"]), name="qwen3-30b-a3b")
 GB = 10**9
+ARGUMENTS = {"max_model_len": 32768, "max_num_seqs": 8}
 
 
 def request(**changes: Any) -> PlanRequest:
@@ -69,11 +71,43 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def of_budget(budget_gb: int, **settings: int) -> WispSettings:
+    return WispSettings(vram_budget_bytes=budget_gb * GB, **settings)
+
+
 def test_fewer_turns_are_planned_for_where_not_all_fit(model: str) -> None:
-    tight = choose_for_engine(model, {"max_model_len": 8192, "max_num_seqs": 1024}, 11 * GB, H200)
+    tight = choose_for_engine(model, {"max_model_len": 8192, "max_num_seqs": 1024}, of_budget(11), H200)
     assert tight.chosen.choice.max_num_seqs < 16
     with pytest.raises(ConfigurationError):
-        choose_for_engine(model, {"max_model_len": 8192}, 6 * GB, H200)
+        choose_for_engine(model, {"max_model_len": 8192}, of_budget(6), H200)
+
+
+def test_an_engine_s_settings_bound_its_pass(model: str) -> None:
+    free = choose_for_engine(model, ARGUMENTS, of_budget(40), H200)
+    smallest = free.options[0]
+    assert free.chosen.tokens > smallest.tokens
+    told = choose_for_engine(model, ARGUMENTS, of_budget(40, other_bytes=smallest.other_bytes), H200)
+    assert [option.tokens for option in told.options] == [smallest.tokens], "a larger one would be refused at the start"
+    roomy = choose_for_engine(model, ARGUMENTS, of_budget(40, other_bytes=20 * GB), H200)
+    assert {option.pooled_bytes for option in roomy.options} == {20 * GB}, "what is set apart is not there for slots"
+    with pytest.raises(ConfigurationError, match=f"other_bytes is {GB}, and passes of 1024 tokens may need"):
+        choose_for_engine(model, ARGUMENTS, of_budget(40, other_bytes=GB), H200)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more_bytes"), [({"staging_bytes": 2 << 30}, 7 << 28), ({"activation_bytes": 3 << 30}, 2 << 30)]
+)
+def test_what_an_engine_sets_apart_is_not_there_for_its_slots(
+    model: str, settings: dict[str, int], more_bytes: int
+) -> None:
+    plain, found = (
+        choose_for_engine(model, ARGUMENTS, of_budget(24, **more), H200).options[0] for more in ({}, settings)
+    )
+    assert found.other_bytes == plain.other_bytes + more_bytes
+
+
+def test_an_engine_s_smallest_cap_bounds_its_slots(model: str) -> None:
+    assert choose_for_engine(model, ARGUMENTS, of_budget(40, min_cap=40), H200).chosen.layout.min_cap == 40
 
 
 def test_an_unknown_card_is_taken_for_the_one_of_its_size() -> None:

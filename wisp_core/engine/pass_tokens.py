@@ -28,9 +28,8 @@ def chosen_pass_tokens(model: str, engine_args: Mapping[str, Any], settings: Wis
     is_given = engine_args.get("max_num_batched_tokens") is not None
     if is_given or engine_args.get("enable_chunked_prefill") is False or current_platform.is_cpu():
         return None
-    assert settings.vram_budget_bytes is not None
     try:
-        choice = choose_for_engine(model, engine_args, settings.vram_budget_bytes, card_of_device())
+        choice = choose_for_engine(model, engine_args, settings, card_of_device())
     except WispError as error:
         logger.warning("WiSP: max_num_batched_tokens is left to vLLM: %s", error)
         return None

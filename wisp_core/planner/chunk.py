@@ -18,6 +18,7 @@ from wisp_core.errors import ConfigurationError
 from wisp_core.planner.cards import Card
 from wisp_core.planner.estimate import EngineChoice, engine_model, memory_layout, other_bytes
 from wisp_core.planner.model_shape import ModelShape
+from wisp_core.settings import EngineSettings
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves
 from wisp_core.simulator.trace import Trace
@@ -78,6 +79,7 @@ def choose_chunk(
     concurrency: int,
     max_model_len: int,
     floor_blocks: int,
+    settings: EngineSettings,
     block_size: int = 16,
     chunks: tuple[int, ...] = CHUNKS,
 ) -> ChunkChoice:
@@ -92,6 +94,7 @@ def choose_chunk(
         concurrency: Turns that run at once.
         max_model_len: Longest context, tokens.
         floor_blocks: κ_min of those turns, KV blocks.
+        settings: The engine's; sizes beyond its ``other_bytes`` do not fit.
         block_size: Tokens of a KV block.
         chunks: Sizes to try; those beyond ``max_model_len`` count as that.
 
@@ -106,6 +109,7 @@ def choose_chunk(
             max_num_seqs=concurrency,
             max_num_batched_tokens=min(tokens, max(max_model_len, 256)),
             block_size=block_size,
+            settings=settings,
         )
         try:
             options[choice.max_num_batched_tokens] = _option(

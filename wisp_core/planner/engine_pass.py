@@ -11,13 +11,15 @@ from wisp_core.planner.chunk import ChunkChoice
 from wisp_core.planner.model_config import read_config
 from wisp_core.planner.model_shape import read_shape
 from wisp_core.planner.plan import PlanRequest, choose_pass
+from wisp_core.settings import WispSettings
 
 _MOST_TURNS = 16
 """That are planned for where ``max_num_seqs`` allows more: vLLM's own default is no promise of so many."""
 
 
-def choose_for_engine(model: str, engine_args: Mapping[str, Any], budget_bytes: int, card: Card) -> ChunkChoice:
+def choose_for_engine(model: str, engine_args: Mapping[str, Any], settings: WispSettings, card: Card) -> ChunkChoice:
     """The choice with its alternatives. Raises WispError when the model has no plan, or none fits."""
+    assert settings.vram_budget_bytes is not None
     shape = read_shape(
         read_config(model),
         name=model,
@@ -30,10 +32,11 @@ def choose_for_engine(model: str, engine_args: Mapping[str, Any], budget_bytes: 
         request = PlanRequest(
             shape=shape,
             card=card,
-            budget_bytes=budget_bytes,
+            budget_bytes=settings.vram_budget_bytes,
             concurrency=turns,
             max_model_len=max_model_len if max_model_len > 0 else shape.max_positions,
             block_size=engine_args.get("block_size") or 16,
+            settings=settings,
         )
         try:
             return choose_pass(request)

@@ -8,7 +8,7 @@ few fixed microseconds per layer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wisp_core.contracts import MemoryLayout, blocks_of
 from wisp_core.errors import ConfigurationError
@@ -16,6 +16,7 @@ from wisp_core.memory.balloon import group_blocks_of
 from wisp_core.memory.layout import experts_bytes_by_cap, kv_groups_beside
 from wisp_core.planner.cards import Card
 from wisp_core.planner.model_shape import ModelShape
+from wisp_core.settings import EngineSettings
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves
 
@@ -40,33 +41,41 @@ FLOPS_SHARE = 0.3
 
 CONTEXT_BYTES = 1 << 30
 """CUDA's context, libraries and captured graphs."""
-STAGING_BYTES = 256 << 20
 ALLOCATOR_BYTES = 256 << 20
 """What torch's allocator holds beside the tensors themselves: its segments are never quite full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """vLLM's arguments that decide sizes."""
+    """vLLM's arguments and the settings that decide sizes."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int = 2048
     block_size: int = 16
-    min_cap: int | None = None
+    settings: EngineSettings = field(default_factory=EngineSettings)
 
 
 def other_bytes(shape: ModelShape, choice: EngineChoice) -> int:
     """Bytes outside the pools on a GPU: dense weights, activations of the largest pass, staging, context.
 
     An upper estimate, in whole MiB: an engine that is told this number (``replica.other_bytes``) takes exactly it.
+    Raises ConfigurationError when the settings tell it a smaller one.
     """
+    settings = choice.settings
     tokens = choice.max_num_batched_tokens
     per_token = 12 * shape.hidden_size + shape.top_k * (3 * shape.moe_intermediate + 2 * shape.hidden_size)
     logits = max(choice.max_num_seqs, 1) * shape.vocab_size * 10  # 16-bit logits, then float32 copies to sample from
     activations = tokens * per_token * 2 + logits + ALLOCATOR_BYTES
-    total = shape.dense_bytes + activations + STAGING_BYTES + CONTEXT_BYTES
-    return -(-total // (1 << 20)) * (1 << 20)
+    unseen = max(CONTEXT_BYTES, settings.activation_bytes)
+    total = -(-(shape.dense_bytes + activations + settings.staging_bytes + unseen) // (1 << 20)) * (1 << 20)
+    if settings.other_bytes is None:
+        return total
+    if settings.other_bytes < total:
+        raise ConfigurationError(
+            f"other_bytes is {settings.other_bytes}, and passes of {tokens} tokens may need {total} outside the pools"
+        )
+    return settings.other_bytes
 
 
 def memory_layout(shape: ModelShape, choice: EngineChoice, *, pooled_bytes: int, page_bytes: int) -> MemoryLayout:
@@ -75,7 +84,7 @@ def memory_layout(shape: ModelShape, choice: EngineChoice, *, pooled_bytes: int,
     Raises ConfigurationError, with the bytes that are missing, when the smallest cap and one longest request do not
     fit ``pooled_bytes``.
     """
-    min_cap = choice.min_cap or shape.top_k
+    min_cap = choice.settings.min_cap or shape.top_k
     experts = experts_bytes_by_cap(
         shape.expert_parameter_bytes,
         num_layers=shape.num_moe_layers,

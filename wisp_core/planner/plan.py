@@ -32,6 +32,7 @@ from wisp_core.planner.estimate import (
 )
 from wisp_core.planner.fit import Fitting
 from wisp_core.planner.model_shape import ModelShape
+from wisp_core.settings import EngineSettings
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves, RoutingModel, replay_curves
 from wisp_core.simulator.simulation import half_split, simulate
@@ -62,6 +63,7 @@ class PlanRequest:
     length_quantile: float = 0.9
     """The declared turns are as long as this quantile of the workload's."""
     block_size: int = 16
+    settings: EngineSettings = field(default_factory=EngineSettings)
     chunk_tokens: int | None = None
     """Tokens of a pass; None: `choose_pass` decides."""
 
@@ -158,6 +160,7 @@ def _choose_pass(request: PlanRequest, trace: Trace, curves: ExpertCurves) -> Ch
         max_model_len=request.max_model_len,
         floor_blocks=_floor_blocks(request, trace),
         block_size=request.block_size,
+        settings=request.settings,
         chunks=CHUNKS if request.chunk_tokens is None else (request.chunk_tokens,),
     )
 
@@ -197,6 +200,7 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
         max_num_seqs=request.concurrency,
         max_num_batched_tokens=min(chunk_tokens, max(request.max_model_len, 256)),
         block_size=request.block_size,
+        settings=request.settings,
     )
     outside = other_bytes(request.shape, choice)
     pooled_bytes = request.budget_bytes - outside

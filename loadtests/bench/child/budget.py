@@ -48,7 +48,7 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
         replay = build_replay(job.engine.trace)
         replay_in_wisp_workers()
         replay_with(replay)
-        plan = plan_budget(job, budget_bytes, card_of_device(), link_bytes_per_s)
+        plan = plan_budget(job, settings, card_of_device(), link_bytes_per_s)
         planned = settings.model_copy(update={"cap": plan.split.cap, "other_bytes": plan.other_bytes})
         started_s = time.perf_counter()
         engine = OfflineEngine(job.engine.model, engine_arguments(job.engine), planned)
@@ -80,17 +80,17 @@ def run_budget(job: BudgetJob) -> Iterator[Row]:
             engine.shutdown()
 
 
-def plan_budget(job: BudgetJob, budget_bytes: int, card: Card, link_bytes_per_s: float) -> Plan:
+def plan_budget(job: BudgetJob, settings: WispSettings, card: Card, link_bytes_per_s: float) -> Plan:
     """What `wisp plan` would say of the passes that the engine will choose."""
     model, arguments = job.engine.model, job.engine.engine_args
     return make_plan(
         PlanRequest(
             shape=read_shape(read_config(model), name=model),
             card=card.with_link(link_bytes_per_s),
-            budget_bytes=budget_bytes,
+            budget_bytes=settings.vram_budget_bytes or 0,
             concurrency=int(str(arguments["max_num_seqs"])),
             max_model_len=int(str(arguments["max_model_len"])),
-            chunk_tokens=choose_for_engine(model, arguments, budget_bytes, card).chosen.tokens,
+            chunk_tokens=choose_for_engine(model, arguments, settings, card).chosen.tokens,
         )
     )
 
