@@ -15,11 +15,12 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from store_values import snapshot as idle_snapshot
 
 from services.config import RoutingSettings
 from services.ingress.routers import RouterConfig
 from services.store_address import StoreAddress
-from wisp_core.contracts import KvDemand, MemoryLayout, ReplicaSnapshot, Split
+from wisp_core.contracts import KvDemand, ReplicaSnapshot
 from wisp_core.store.redis_store import RedisStore
 
 APP, NUM_REPLICAS = "router", 3
@@ -92,30 +93,7 @@ async def homes(app: DeploymentHandle, session_keys: list[str]) -> list[str]:
 
 
 def snapshot(replica_id: str, turns: int) -> ReplicaSnapshot:
-    layout = MemoryLayout(
-        page_bytes=4096,
-        num_layers=1,
-        num_experts=2,
-        top_k=1,
-        min_cap=1,
-        experts_bytes_by_cap=(0, 4096, 8192),
-        expert_bytes=4096,
-        block_tokens=16,
-        block_bytes=4096,
-        kv_group_blocks=1,
-        max_kv_blocks=100,
-        max_model_len=256,
-        max_num_seqs=4,
-    )
-    return ReplicaSnapshot(
-        replica_id=replica_id,
-        incarnation="i",
-        model="m",
-        layout=layout,
-        split=Split(cap=1, kv_blocks=50),
-        budget_bytes=1 << 20,
-        kv=KvDemand(running_turns=turns),
-    )
+    return idle_snapshot(replica_id).model_copy(update={"kv": KvDemand(running_turns=turns)})
 
 
 async def know_all_replicas(app: DeploymentHandle) -> None:

@@ -8,13 +8,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from policy_snapshots import make_layout, make_snapshot
 
 from services.config import RoutingSettings
 from services.ingress.placement import PlacementDirectory, Turn
 from services.ingress.routers import RouterConfig
 from services.ingress.sessions import identify
 from services.store_address import StoreAddress
-from wisp_core.contracts import KvDemand, MemoryLayout, Placement, ReplicaSnapshot, Signature, Split
+from wisp_core.contracts import KvDemand, Placement, ReplicaSnapshot, Signature
 from wisp_core.routing.hashing import hash_order
 from wisp_core.store.memory_store import MemoryStore
 from wisp_core.working_set.signature import pack
@@ -24,28 +25,9 @@ NUM_LAYERS, NUM_EXPERTS = 2, 8
 
 
 def snapshot(replica_id: str, *, turns: int = 0, is_healthy: bool = True, age_s: float = 0.0) -> ReplicaSnapshot:
-    layout = MemoryLayout(
-        page_bytes=4096,
-        num_layers=NUM_LAYERS,
-        num_experts=NUM_EXPERTS,
-        top_k=2,
-        min_cap=2,
-        experts_bytes_by_cap=tuple(range(0, 4096 * (NUM_EXPERTS + 1), 4096)),
-        expert_bytes=1 << 20,
-        block_tokens=16,
-        block_bytes=4096,
-        kv_group_blocks=1,
-        max_kv_blocks=100,
-        max_model_len=256,
-        max_num_seqs=4,
-    )
-    return ReplicaSnapshot(
+    return make_snapshot(
         replica_id=replica_id,
-        incarnation="i",
-        model="m",
-        layout=layout,
-        split=Split(cap=4, kv_blocks=100),
-        budget_bytes=1 << 20,
+        layout=make_layout(expert_bytes=1 << 20),
         is_healthy=is_healthy,
         link_bytes_per_s=1e8,
         kv=KvDemand(running_turns=turns),

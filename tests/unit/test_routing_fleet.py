@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_snapshots import make_layout
 from routing_fleets import NOW_S, NUM_EXPERTS, NUM_LAYERS, fleet_of, one, topic
 
-from wisp_core.contracts import CostFit, KvDemand, MemoryLayout, PagerCounts, ReplicaSnapshot, Split
+from wisp_core.contracts import CostFit, KvDemand, PagerCounts, ReplicaSnapshot, Split
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.route import route
 from wisp_core.routing.union import least_kept, union_misses, union_misses_above, union_misses_by_cap
@@ -20,26 +21,11 @@ from wisp_core.routing.views import ReplicaFigures, RoutingRequest, RoutingWeigh
 
 
 def snapshot(**changes: object) -> ReplicaSnapshot:
-    layout = MemoryLayout(
-        page_bytes=4096,
-        num_layers=NUM_LAYERS,
-        num_experts=NUM_EXPERTS,
-        top_k=2,
-        min_cap=2,
-        experts_bytes_by_cap=tuple(range(0, 4096 * (NUM_EXPERTS + 1), 4096)),
-        expert_bytes=2048,
-        block_tokens=16,
-        block_bytes=4096,
-        kv_group_blocks=1,
-        max_kv_blocks=100,
-        max_model_len=256,
-        max_num_seqs=4,
-    )
     values: dict[str, object] = {
         "replica_id": "a",
         "incarnation": "i",
         "model": "m",
-        "layout": layout,
+        "layout": make_layout(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, expert_bytes=2048),
         "split": Split(cap=4, kv_blocks=50),
         "budget_bytes": 1 << 20,
         "at_s": 1000.0,
