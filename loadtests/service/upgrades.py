@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import yaml
 
 from loadtests.service.running import RunningService
+from services.ingress.sessions import SESSION_HEADER
 
 OWN = "own"
 """A tenant with a replica of its own, which comes and goes."""
@@ -67,7 +69,7 @@ def check_own(service: RunningService) -> None:
     if OWN not in tenants:
         return
     body = {"model": service.config["model"]["served_name"], "messages": [{"role": "user", "content": "hello"}]}
-    headers = {"authorization": f"Bearer {service.key(OWN)}"}
+    headers = {"authorization": f"Bearer {service.key(OWN)}", SESSION_HEADER: "own"}
     answer = httpx.post(
         f"{service.url}/v1/chat/completions",
         json={**body, "max_tokens": 2},
@@ -75,8 +77,9 @@ def check_own(service: RunningService) -> None:
         timeout=60,
         trust_env=False,
     )
+    time.sleep(0.5)  # A turn is recorded after its answer.
     homes: dict[bool, set[str]] = {True: set(), False: set()}
     for one in service.status()["sessions"]:
         homes[one["session_key"].startswith(f"{OWN}/")].add(one["home"] or one["replica_id"])
-    if answer.status_code != 200 or homes[True] & homes[False]:
+    if answer.status_code != 200 or not homes[True] or homes[True] & homes[False]:
         raise RuntimeError(f"{OWN} got {answer.status_code} from {homes[True]}, others are at {homes[False]}")
