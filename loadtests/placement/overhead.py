@@ -87,16 +87,17 @@ def summarize(rows: Sequence[Row]) -> Row:
 
 async def _direct(config: OverheadConfig, of_service: ServiceConfig) -> list[Row]:
     # Here, not at the top: vLLM takes seconds.
-    from wisp_core.engine.engine import WispEngine
+    from wisp_core.engine.engine import EngineRequest, WispEngine
 
     replica = of_service.replica
-    engine = await WispEngine.start(
+    request = EngineRequest(
         model=of_service.model.path,
         served_name=SERVED_NAME,
         engine_args=replica.engine,
         settings=wisp_settings(replica),
         replica_id="direct",
     )
+    engine = await WispEngine.start(request)
     try:
         async with (
             _listening(engine.app) as url,

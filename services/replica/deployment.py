@@ -55,19 +55,20 @@ class Replica:
         ``store`` a StoreAddress.
         """
         # Here, not at the top: the driver and the router import this module, and vLLM takes seconds.
-        from wisp_core.engine.engine import WispEngine
+        from wisp_core.engine.engine import EngineRequest, WispEngine
 
         log_to_stderr()
         logging.getLogger(SERVE_LOGGER_NAME).addFilter(without_traceback)
         served, settings = ModelSettings.model_validate(model), ReplicaSettings.model_validate(replica)
         replica_id = serve.get_replica_context().replica_tag
-        engine = await WispEngine.start(
+        request = EngineRequest(
             model=served.path,
             served_name=served.name,
             engine_args=settings.engine,
             settings=wisp_settings(settings),
             replica_id=replica_id,
         )
+        engine = await WispEngine.start(request)
         self._store = StoreAddress.model_validate(store).open()
         self._state = ReplicaState(replica_id=replica_id, engine=engine, store=self._store, metrics=ReplicaMetrics())
         reporter = Reporter(self._state, settings.snapshot_period_s)

@@ -17,8 +17,9 @@ import pytest
 from engine_fixtures import ACTIVATION_BYTES, BUDGET_BYTES, full_split
 
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
+from wisp_core.engine import engine as engine_module
 from wisp_core.engine.control import CommandFailedError
-from wisp_core.engine.engine import WispEngine
+from wisp_core.engine.engine import EngineRequest, WispEngine
 from wisp_core.errors import ConfigurationError, EngineUnavailableError
 from wisp_core.memory import smaps
 from wisp_core.memory.memfd import MAPPING_PREFIX
@@ -109,6 +110,12 @@ class Live:
         return status, b"".join(chunks)
 
 
+def request(model: Path, engine_args: dict[str, Any], settings: WispSettings) -> EngineRequest:
+    return EngineRequest(
+        model=str(model), served_name="tiny", engine_args=engine_args, settings=settings, replica_id="replica-1"
+    )
+
+
 def text(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
@@ -120,14 +127,7 @@ def live(tiny_model: Path) -> Iterator[Live]:
     )
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        start = WispEngine.start(
-            model=str(tiny_model),
-            served_name="tiny",
-            engine_args=ENGINE_ARGS,
-            settings=settings,
-            replica_id="replica-1",
-        )
-        engine = runner.run(start)
+        engine = runner.run(WispEngine.start(request(tiny_model, ENGINE_ARGS, settings)))
         yield Live(runner, engine)
         runner.run(engine.shutdown())
 
@@ -277,15 +277,33 @@ def test_a_plan_below_the_floor_fails(live: Live) -> None:
 
 
 def test_unknown_arguments_are_refused(live: Live, tiny_model: Path) -> None:
-    start = WispEngine.start(
-        model=str(tiny_model),
-        served_name="tiny",
-        engine_args={"max_model_length": 5, "tool_parser": "x"},
-        settings=WispSettings(vram_budget_bytes=BUDGET_BYTES),
-        replica_id="r",
-    )
+    unknown = {"max_model_length": 5, "tool_parser": "x"}
+    start = WispEngine.start(request(tiny_model, unknown, WispSettings(vram_budget_bytes=BUDGET_BYTES)))
     with pytest.raises(ConfigurationError, match="unknown to vLLM: max_model_length, tool_parser"):
         live.run(start)
+
+
+async def test_an_engine_whose_start_is_cancelled_is_ended_once_it_is_built(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_building, may_end, was_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def build(args: Any) -> Any:
+        is_building.set()
+        assert may_end.wait(10)
+        return SimpleNamespace(shutdown=was_ended.set)
+
+    monkeypatch.setattr(engine_module, "_build", build)
+    settings = WispSettings(vram_budget_bytes=BUDGET_BYTES)
+    starting = asyncio.create_task(WispEngine.start(request(tiny_model, ENGINE_ARGS, settings)))
+    await asyncio.to_thread(is_building.wait, 10)
+    starting.cancel()
+    done, _ = await asyncio.wait([starting], timeout=0.1)
+    assert not done, "two engines never hold memory at once: this one's end is waited for"
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert was_ended.is_set()
 
 
 def test_a_hung_engine_is_noticed_and_replaced(live: Live) -> None:

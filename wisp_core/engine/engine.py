@@ -39,14 +39,19 @@ _EXIT_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class EngineRequest:
     """What to start, and to start again."""
 
     model: str
+    """Hugging Face MoE directory or name."""
     served_name: str
+    """The model's name in the API."""
     engine_args: dict[str, Any]
+    """vLLM's serve arguments by their Python names, tool parser and the like included."""
     settings: WispSettings
+    """Budget, caps and link of this engine; ``cap`` None means half of the budget."""
     replica_id: str
+    """Who this is in snapshots and outcomes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,43 +70,20 @@ class _Incarnation:
 class WispEngine:
     """A live engine. Methods raise EngineUnavailableError while it is dead, hung or restarting."""
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         """Use `start`."""
         self._request = request
         self._live: _Incarnation | None = None
         self._processes: list[psutil.Process] = []
 
     @classmethod
-    async def start(
-        cls,
-        *,
-        model: str,
-        served_name: str,
-        engine_args: dict[str, Any],
-        settings: WispSettings,
-        replica_id: str,
-    ) -> WispEngine:
+    async def start(cls, request: EngineRequest) -> WispEngine:
         """Start an engine and bring it to its first split; 20 to 60 s, most of it imports in its processes.
 
-        Args:
-            model: Hugging Face MoE directory or name.
-            served_name: The model's name in the API.
-            engine_args: vLLM's serve arguments by their Python names, tool parser and the like included.
-            settings: Budget, caps and link of this engine; ``cap`` None means half of the budget.
-            replica_id: Who this is in snapshots and outcomes.
-
-        Raises:
-            ConfigurationError: Arguments that cannot work, or an engine that did not start; names what to change.
+        Raises ConfigurationError, which names what to change: arguments that cannot work, or an engine that did not
+        start.
         """
-        engine = cls(
-            _Request(
-                model=model,
-                served_name=served_name,
-                engine_args=dict(engine_args),
-                settings=settings,
-                replica_id=replica_id,
-            )
-        )
+        engine = cls(request)
         await engine._launch()
         return engine
 
@@ -195,7 +177,7 @@ class WispEngine:
         request = self._request
         engine_args = paged_engine_args(request.model, request.engine_args, request.settings)
         args = serve_args(request.model, request.served_name, engine_args)
-        llm = await asyncio.to_thread(_build, args)
+        llm = await _built(args)
         try:
             self._live = await self._prepare(llm, args)
         except BaseException:
@@ -243,6 +225,17 @@ class WispEngine:
         if self._live.llm.errored:
             raise EngineUnavailableError("the engine is dead")
         return self._live
+
+
+async def _built(args: Any) -> AsyncLLM:
+    """Building cannot be broken off: whoever is cancelled meanwhile waits for the engine, and ends it."""
+    building = asyncio.ensure_future(asyncio.to_thread(_build, args))
+    try:
+        return await asyncio.shield(building)
+    except asyncio.CancelledError:
+        with suppress(ConfigurationError):
+            await asyncio.to_thread((await building).shutdown)
+        raise
 
 
 def _build(args: Any) -> AsyncLLM:
