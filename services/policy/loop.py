@@ -26,6 +26,9 @@ FAILED_RETRY_S = 30.0
 DRAIN_RETRY_S = 150.0
 """After a drain that ended for nothing, no other begins before this: turns longer than ``drain_timeout_s`` would
 otherwise keep the replica from taking new ones all the time."""
+DEFERRED_RETRY_S = 5.0
+"""Where running turns left no KV for even one slot more, none is asked for before this: asking holds the engine for a
+moment, and it takes some turns to end."""
 PENDING_S = 60.0
 """A plan that a replica neither handled nor is handling for this long was dropped; the next revision replaces it."""
 
@@ -186,13 +189,12 @@ def _is_pending(snapshot: ReplicaSnapshot, plan: SplitPlan | None) -> bool:
 def _failed_lately(
     snapshot: ReplicaSnapshot, decision: Decision, plan: SplitPlan | None, outcome: ResizeOutcome | None
 ) -> bool:
-    """Whether this engine's last plan failed a moment ago and would fail again.
-
-    One that the balloon deferred is issued again at once: trying costs next to nothing.
-    """
+    """Whether this engine's last plan failed a moment ago and would fail again."""
     if plan is None or outcome is None or outcome.revision != plan.revision or plan.incarnation != snapshot.incarnation:
         return False
     age_s = time.time() - outcome.at_s
-    if plan.barrier is Barrier.DRAINED and outcome.outcome is Outcome.DEFERRED:
-        return age_s < DRAIN_RETRY_S  # whatever the split
+    if outcome.outcome is Outcome.DEFERRED:
+        if plan.barrier is Barrier.DRAINED:
+            return age_s < DRAIN_RETRY_S  # whatever the split
+        return decision.split.cap > snapshot.split.cap and age_s < DEFERRED_RETRY_S
     return outcome.outcome is Outcome.FAILED and plan.split == decision.split and age_s < FAILED_RETRY_S

@@ -114,12 +114,24 @@ async def test_both_directions_within_four_epochs_each(bench: Bench) -> None:
     assert revision == 3
 
 
-async def test_a_deferred_plan_is_issued_again(bench: Bench) -> None:
+async def test_a_deferred_plan_is_issued_again_once_turns_may_have_ended(bench: Bench) -> None:
     await bench.epoch(wants_experts())
     await bench.epoch(wants_experts())
     await bench.finish(Outcome.DEFERRED)
+    for _ in range(4):
+        assert await bench.epoch(wants_experts(plan_revision=1)) == {"r1": Action.HOLD}
+    await bench.finish(Outcome.DEFERRED, at_s=time.time() - 6)
     assert await bench.epoch(wants_experts(plan_revision=1)) == {"r1": Action.PLAN}
     assert (await bench.plan()).revision == 2
+
+
+async def test_slots_may_be_given_up_at_once_after_a_deferred_plan(bench: Bench) -> None:
+    await bench.epoch(wants_experts())
+    await bench.epoch(wants_experts())
+    await bench.finish(Outcome.DEFERRED)
+    split = Split(cap=6, kv_blocks=71)
+    actions = [await bench.epoch(wants_kv(plan_revision=1, split=split)) for _ in range(4)]
+    assert {"r1": Action.PLAN} in actions
 
 
 async def test_a_failed_split_is_left_alone_for_a_while(bench: Bench) -> None:
