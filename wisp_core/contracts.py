@@ -319,8 +319,6 @@ class ResizeOutcome(Contract):
     plan_reason: str = ""
     bytes_moved: int = 0
     pause_ms: float = Field(default=0.0, description="Time in which the engine ran no step.")
-    resident_bytes_before: int = 0
-    resident_bytes_after: int = 0
 
 
 class Signature(Contract):

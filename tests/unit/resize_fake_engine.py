@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from wisp_core.contracts import KvDemand, MemoryLayout, Signature
+from wisp_core.contracts import KvDemand, MemoryLayout
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
-from wisp_core.engine.reports import LayoutReport, MemoryReport, PagerReport, SchedulerReport, TakeReport
+from wisp_core.engine.reports import LayoutReport, MemoryReport, SchedulerReport, TakeReport
 from wisp_core.errors import EngineUnavailableError, IntegrityError, WispError
 from wisp_core.memory.arena import Arena
 
@@ -73,9 +73,6 @@ class FakeEngine:
             self.fail_at.pop(0)
             raise self.error(f"{command}: broken on purpose")
 
-    async def layout(self) -> LayoutReport:
-        return self.facts()
-
     async def scheduler_report(self) -> SchedulerReport:
         return SchedulerReport(
             usable_blocks=self.usable_blocks,
@@ -90,17 +87,8 @@ class FakeEngine:
         return MemoryReport(
             cap=self.cap,
             kv_groups=tuple(sorted(self.arena.kv_groups)),
-            expert_bytes=self.arena.expert_bytes,
-            kv_bytes=self.arena.kv_bytes,
-            free_bytes=self.arena.free_bytes,
             resident_bytes=self.arena.expert_bytes + self.arena.kv_bytes,
         )
-
-    async def pager_report(self) -> PagerReport:
-        raise NotImplementedError
-
-    async def signatures(self) -> list[Signature]:
-        raise NotImplementedError
 
     async def configure(self, group_blocks: int) -> None:
         assert group_blocks == LAYOUT.kv_group_blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from resize_fake_engine import BUDGET_BYTES, LAYOUT, PAGE, FakeEngine
+from resize_fake_engine import LAYOUT, PAGE, FakeEngine
 
 from wisp_core.contracts import Barrier, Outcome, ResizeOutcome, Split, SplitPlan
 from wisp_core.engine.reports import TakeReport
@@ -74,7 +74,6 @@ async def test_an_applied_outcome_reports_what_moved() -> None:
     _, resizer = await started()
     outcome = await resizer.resize(plan(TO_EXPERTS))
     assert outcome.bytes_moved == 8 * PAGE
-    assert outcome.resident_bytes_before == outcome.resident_bytes_after == BUDGET_BYTES
     assert 0 < outcome.pause_ms < 1e3
     assert (outcome.policy, outcome.plan_reason) == ("test", "because")
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from wisp_core.contracts import Signature
-from wisp_core.engine.reports import (
-    LayoutReport,
-    MemoryReport,
-    PagerReport,
-    SchedulerReport,
-    TakeReport,
-)
+from wisp_core.engine.reports import MemoryReport, SchedulerReport, TakeReport
 from wisp_core.errors import WispError
 
 
@@ -30,32 +23,8 @@ class EngineControl(Protocol):
     changed nothing.
     """
 
-    async def layout(self) -> LayoutReport:
-        """What does not change."""
-        ...
-
-    async def scheduler_report(self) -> SchedulerReport:
-        """Blocks, groups out of the pool, demand."""
-        ...
-
-    async def memory_report(self) -> MemoryReport:
-        """Bytes and backed groups."""
-        ...
-
     async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
-        """The two above of one moment."""
-        ...
-
-    async def pager_report(self) -> PagerReport:
-        """Counters and curves."""
-        ...
-
-    async def signatures(self) -> list[Signature]:
-        """Tallies of the keys touched since the last call."""
-        ...
-
-    async def expect(self, cap: int, masks: dict[str, list[str]]) -> None:
-        """Tell the scheduler the slots per layer and working sets by session: hexadecimal masks of some layers."""
+        """Blocks, groups out of the pool and demand; bytes and backed groups: of one moment."""
         ...
 
     async def configure(self, group_blocks: int) -> None:
@@ -96,8 +65,4 @@ class EngineControl(Protocol):
 
     async def resume(self) -> None:
         """Let requests run again."""
-        ...
-
-    async def check_integrity(self) -> None:
-        """Raise IntegrityError when a conservation check of the scheduler or the worker fails."""
         ...

@@ -83,9 +83,6 @@ class PooledMemory:
         return MemoryReport(
             cap=self._experts.cap,
             kv_groups=tuple(sorted(self.arena.kv_groups)),
-            expert_bytes=self.arena.expert_bytes,
-            kv_bytes=self.arena.kv_bytes,
-            free_bytes=self.arena.free_bytes,
             resident_bytes=self._experts.resident_bytes() + self._region.resident_bytes(),
         )
 

@@ -36,9 +36,6 @@ class MemoryReport(Value):
 
     cap: int
     kv_groups: tuple[int, ...]
-    expert_bytes: int
-    kv_bytes: int
-    free_bytes: int
     resident_bytes: int
 
 

@@ -170,18 +170,18 @@ class Resizer:
         if isinstance(moves, Refusal):
             return self._outcome(plan, moves.outcome, moves.reason)
         if moves[0].is_hold:
-            return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split", memory, memory)
+            return self._outcome(plan, Outcome.APPLIED, "hold: the engine is at this split")
         taken = list(scheduler.taken_groups)
         if hold is None:
             move, pause_s = await self._act_drained(moves, taken)
         else:
             move, pause_s = await self._act(moves, taken, hold), hold.seconds
-        scheduler, memory_after = await self._reports()
-        self.split = Split(cap=memory_after.cap, kv_blocks=scheduler.usable_blocks)
+        scheduler, memory = await self._reports()
+        self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
         reason = _describe(before, self.split)
         if move.cap_after != plan.split.cap:
             reason += f"; cap {plan.split.cap} needs more KV groups than turns leave free"
-        outcome = self._outcome(plan, Outcome.APPLIED, reason, memory, memory_after)
+        outcome = self._outcome(plan, Outcome.APPLIED, reason)
         return outcome.model_copy(update={"before": before, "bytes_moved": move.bytes_moved, "pause_ms": pause_s * 1e3})
 
     def _plan(self, before: Split, target: Split, floor_blocks: int) -> list[Move] | Refusal:
@@ -275,14 +275,7 @@ class Resizer:
             scheduler, memory = await self._reports()
             self.split = Split(cap=memory.cap, kv_blocks=scheduler.usable_blocks)
 
-    def _outcome(
-        self,
-        plan: SplitPlan,
-        outcome: Outcome,
-        reason: str,
-        memory_before: MemoryReport | None = None,
-        memory_after: MemoryReport | None = None,
-    ) -> ResizeOutcome:
+    def _outcome(self, plan: SplitPlan, outcome: Outcome, reason: str) -> ResizeOutcome:
         return ResizeOutcome(
             replica_id=self._replica_id,
             revision=plan.revision,
@@ -292,8 +285,6 @@ class Resizer:
             after=self.split,
             policy=plan.policy,
             plan_reason=plan.reason,
-            resident_bytes_before=memory_before.resident_bytes if memory_before else 0,
-            resident_bytes_after=memory_after.resident_bytes if memory_after else 0,
         )
 
 

@@ -13,13 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from wisp_core.contracts import Signature
 from wisp_core.engine.control import CommandFailedError, DrainTimeoutError
-from wisp_core.engine.reports import (
-    LayoutReport,
-    MemoryReport,
-    PagerReport,
-    SchedulerReport,
-    TakeReport,
-)
+from wisp_core.engine.reports import LayoutReport, MemoryReport, PagerReport, SchedulerReport, TakeReport
 from wisp_core.errors import EngineUnavailableError, IntegrityError
 
 DEATH_CHECK_PERIOD_S = 0.1
@@ -39,7 +33,7 @@ def longest_step_s(facts: LayoutReport) -> float:
 
 
 class VllmControl(ABC):
-    """Commands in terms of one call to the scheduler and one to the worker."""
+    """Commands and questions in terms of one call to the scheduler and one to the worker."""
 
     @abstractmethod
     async def _scheduler(self, command: str, *args: Any) -> Any:
@@ -62,15 +56,15 @@ class VllmControl(ABC):
         """See `EngineControl`."""
 
     async def layout(self) -> LayoutReport:
-        """See `EngineControl`."""
+        """What does not change."""
         return LayoutReport.model_validate(await self._worker("wisp_layout"))
 
     async def scheduler_report(self) -> SchedulerReport:
-        """See `EngineControl`."""
+        """Blocks, groups out of the pool, demand."""
         return SchedulerReport.model_validate(await self._scheduler("stat"))
 
     async def memory_report(self) -> MemoryReport:
-        """See `EngineControl`."""
+        """Bytes and backed groups."""
         return MemoryReport.model_validate(await self._worker("wisp_memory"))
 
     async def pool_reports(self) -> tuple[SchedulerReport, MemoryReport]:
@@ -78,15 +72,15 @@ class VllmControl(ABC):
         return await self.scheduler_report(), await self.memory_report()
 
     async def pager_report(self) -> PagerReport:
-        """See `EngineControl`."""
+        """Counters and curves."""
         return PagerReport.model_validate(await self._worker("wisp_pager"))
 
     async def signatures(self) -> list[Signature]:
-        """See `EngineControl`."""
+        """Tallies of the keys touched since the last call."""
         return [Signature.model_validate(report) for report in await self._worker("wisp_signatures")]
 
     async def expect(self, cap: int, masks: dict[str, list[str]]) -> None:
-        """See `EngineControl`."""
+        """Tell the scheduler the slots per layer and working sets by session: hexadecimal masks of some layers."""
         await self._scheduler("expect", cap, masks)
 
     async def configure(self, group_blocks: int) -> None:
@@ -123,7 +117,7 @@ class VllmControl(ABC):
         await self._worker("wisp_pid")
 
     async def check_integrity(self) -> None:
-        """See `EngineControl`."""
+        """Raise IntegrityError when a conservation check of the scheduler or the worker fails."""
         try:
             await self._scheduler("check_integrity")
             await self._worker("wisp_check_integrity")
