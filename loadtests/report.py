@@ -20,6 +20,11 @@ from wisp_core.errors import ConfigurationError
 
 Output = Annotated[Path | None, typer.Option(help="The results file; else a new one under loadtests/results.")]
 """The option ``--output`` of a command."""
+Merge = Annotated[
+    list[Path] | None,
+    typer.Option(help="Run nothing: make one file of those of several runs. Give it once for each."),
+]
+"""The option ``--merge``."""
 RESULTS = Path(__file__).parent / "results"
 
 _LOG_WIDTH = 160

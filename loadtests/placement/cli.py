@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loadtests.command_line import say
-from loadtests.report import Measured, Output, finish, merge_results, result_path, write_result
+from loadtests.report import Measured, Merge, Output, finish, merge_results, result_path, write_result
 from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
@@ -44,7 +44,7 @@ def placement(
     router: Annotated[str | None, typer.Option(help="Live: these only, such as working_set,power_of_two.")] = None,
     work: Annotated[str | None, typer.Option(help="Live: these only, such as topics.")] = None,
     seed: Annotated[str | None, typer.Option(help="Live: these only, such as 0,1.")] = None,
-    merge: Annotated[list[Path] | None, typer.Option(help="Live: run nothing: rows of this file; again.")] = None,
+    merge: Merge = None,
     work_dir: Annotated[Path | None, typer.Option(help="Live: where model, state and logs go.")] = None,
     output: Output = None,
 ) -> None:

@@ -10,17 +10,12 @@ from typing import Annotated
 import typer
 
 from loadtests import command_line
-from loadtests.report import Measured, Output, finish, merge_results, result_path, write_result
+from loadtests.report import Measured, Merge, Output, finish, merge_results, result_path, write_result
 from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
 
 app = typer.Typer()
-
-Merge = Annotated[
-    list[Path] | None,
-    typer.Option(help="Run nothing: make one file of those of several runs. Give it once for each."),
-]
 
 
 @app.command()
