@@ -15,7 +15,7 @@ from loadtests.bench.configs import is_gpu_machine
 from loadtests.bench.online.in_process import in_process_cpu, in_process_h200
 from loadtests.bench.runner import run_jobs
 from loadtests.command_line import say
-from loadtests.report import Measured, Output
+from loadtests.report import Measured, Merge, Output
 from loadtests.rows import Row
 from services.environment import prepare_driver
 from wisp_core.errors import ConfigurationError
@@ -52,7 +52,7 @@ def online(
     host_memory_gb: Annotated[
         float | None, typer.Option(help="Short form: host memory that the pager may lock, 1e9 bytes.")
     ] = None,
-    merge: Annotated[list[Path] | None, typer.Option(help="Run nothing: rows of this results file; again.")] = None,
+    merge: Merge = None,
     record: Annotated[Path | None, typer.Option(help="Directory for recordings, for wisp simulate replay.")] = None,
     output: Output = None,
     log_dir: Annotated[Path | None, typer.Option(help="Short form: where the engine's log stays.")] = None,
