@@ -68,7 +68,7 @@ def block_group(kv_cache_specs: dict[str, Any], page_bytes: int) -> tuple[int, i
             f"KV layers differ ({', '.join(sorted(kinds)) or 'none'}; block bytes {sorted(sizes)}): resizing the KV "
             "cache of hybrid models is not supported"
         )
-    block_bytes = sizes.pop() * len(kv_cache_specs)
+    layer_bytes = sizes.pop()
+    block_bytes = layer_bytes * len(kv_cache_specs)
     # A block is one stride in a block-outermost layout and one per layer otherwise; a group that fits both is safe.
-    per_layer = block_bytes // len(kv_cache_specs)
-    return group_blocks_of([per_layer, block_bytes], page_bytes), block_bytes
+    return group_blocks_of([layer_bytes, block_bytes], page_bytes), block_bytes
