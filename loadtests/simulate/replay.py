@@ -3,6 +3,7 @@
 Costs come from the recording that is fitted. Of a judged one the simulator gets the workload (lengths, pauses, topics
 and, where its sessions' are kept, what a topic uses) and the split of the start; where turns run, and how the split
 moves, is for the product's own router and policy to decide. Where no working sets are known, turns run where they ran.
+``as_placed`` figures are those of turns that run where they ran: what is left of an error there is no router's.
 
 Small changes of when turns come change who shares a replica, in the service as here. So a replay is the mean of a few
 runs, whose pauses are drawn within a percent of the recorded ones.
@@ -62,12 +63,13 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
     for name, policy in ((config.fit, "static"), *config.judged):
         recording = read_recording(directory / name)
         split, judged = starting_split(recording), _with_working_sets(engine, recording)
-        runs, parts = [], []
+        runs, parts, as_placed = [], [], []
         for trace in _jittered(recording.trace, config):
-            placing = _placing(judged)
-            result = replay(trace, judged, split=split, policy=_moving(policy), settings=settings, **placing)
+            options: dict[str, Any] = {"split": split, "policy": _moving(policy), "settings": settings}
+            result = replay(trace, judged, **options, **_placing(judged))
             runs.append(compare(recording.trace, result))
             parts.append(_simulated_parts(result))
+            as_placed.append(compare(recording.trace, replay(trace, judged, **options)).simulated_turn_s)
         figures = {name: fmean(getattr(run, name) for run in runs) for name in _FIGURES}
         simulated = [run.simulated_turn_s for run in runs]
         yield {
@@ -80,6 +82,8 @@ def replays(config: ReplayConfig, directory: Path) -> Iterator[dict[str, Any]]:
             **figures,
             "simulated_turn_sd_s": stdev(simulated) if len(simulated) > 1 else 0.0,
             "off_by": figures["simulated_turn_s"] / figures["measured_turn_s"] - 1,
+            "as_placed_turn_s": fmean(as_placed),
+            "as_placed_off_by": fmean(as_placed) / figures["measured_turn_s"] - 1,
             "measured": _measured_parts(recording.snapshots),
             "simulated": {name: fmean(part[name] for part in parts) for name in parts[0]},
         }
@@ -153,11 +157,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     noise = max((_difference(*pair) for pair in equal), default=0.0)
     others = [pair for pair in pairs if pair not in equal]
     apart = [pair for pair in others if _difference(*pair) > noise]
-    swapped = [
-        (one, other)
-        for one, other in apart
-        if (one["measured_turn_s"] < other["measured_turn_s"]) != (one["simulated_turn_s"] < other["simulated_turn_s"])
-    ]
+    swapped, swapped_as_placed = _swapped(apart, "simulated_turn_s"), _swapped(apart, "as_placed_turn_s")
     return {
         "worst_error_pct": max(100 * abs(row["off_by"]) for row in judged),
         "fitted_error_pct": max(100 * abs(row["off_by"]) for row in rows if row["is_fitted"]),
@@ -165,9 +165,21 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "equal_runs_differ_pct": 100 * noise,
         "num_ordered_pairs": len(apart),
         "is_order_same": not swapped,
-        "swapped": [_named(*pair) for pair in swapped],
+        "swapped": swapped,
         "too_close": [_named(*pair) for pair in others if pair not in apart],
+        "worst_error_as_placed_pct": max(100 * abs(row["as_placed_off_by"]) for row in judged),
+        "is_order_same_as_placed": not swapped_as_placed,
+        "swapped_as_placed": swapped_as_placed,
     }
+
+
+def _swapped(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], name: str) -> list[str]:
+    """Pairs whose figures ``name`` are in another order than the measured ones."""
+    return [
+        _named(one, other)
+        for one, other in pairs
+        if (one["measured_turn_s"] < other["measured_turn_s"]) != (one[name] < other[name])
+    ]
 
 
 def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -201,6 +201,7 @@ def test_a_replay_places_turns_itself_and_knows_the_judged_work_s_topics(tmp_pat
     assert judged["simulated_turn_s"] == pytest.approx(fit["simulated_turn_s"], rel=0.02), "the same work, renumbered"
     assert 0 < fit["simulated_turn_sd_s"] < 0.1 * fit["simulated_turn_s"]
     assert summarize([fit, judged])["num_ordered_pairs"] == 0, "work of another name is not ordered"
+    assert abs(judged["as_placed_off_by"]) < 0.1
     assert fit["simulated"]["pass_tokens"] == pytest.approx(fit["measured"]["pass_tokens"], rel=0.2)
     with pytest.raises(ConfigurationError, match="no working sets"):
         list(replays(dataclasses.replace(config, judged=(("unknown.jsonl", "static"),)), tmp_path))
@@ -208,16 +209,10 @@ def test_a_replay_places_turns_itself_and_knows_the_judged_work_s_topics(tmp_pat
 
 def test_pairs_that_differ_by_less_than_two_equal_runs_have_no_order() -> None:
     def row(name: str, policy: str, cap: int, measured_s: float, simulated_s: float) -> dict[str, object]:
-        turns = {"measured_turn_s": measured_s, "simulated_turn_s": simulated_s}
-        off_by = simulated_s / measured_s - 1
-        return {
-            "recording": name,
-            "work": "w",
-            "policy": policy,
-            "cap": cap,
-            "is_fitted": name == "a",
-            "off_by": off_by,
-        } | turns
+        turns = {"measured_turn_s": measured_s, "simulated_turn_s": simulated_s, "as_placed_turn_s": measured_s}
+        errors = {"off_by": simulated_s / measured_s - 1, "as_placed_off_by": 0.0}
+        about = {"recording": name, "work": "w", "policy": policy, "cap": cap, "is_fitted": name == "a"}
+        return about | turns | errors
 
     rows = [row("a", "static", 30, 10.0, 10.0), row("b", "static", 28, 10.2, 9.0), row("c", "mv_wsa", 20, 8.0, 9.5)]
     alone = summarize(rows)
@@ -228,3 +223,4 @@ def test_pairs_that_differ_by_less_than_two_equal_runs_have_no_order() -> None:
     assert repeated["too_close"] == ["a, b: 2.0%"]
     assert [pair.partition(":")[0] for pair in repeated["swapped"]] == ["b, c", "b, c again"]
     assert not repeated["is_order_same"]
+    assert repeated["is_order_same_as_placed"]
