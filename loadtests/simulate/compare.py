@@ -27,7 +27,7 @@ from wisp_core.allocation.solver import feasible_splits
 from wisp_core.contracts import ReplicaSnapshot, Split
 from wisp_core.planner.fit import Fitting
 from wisp_core.simulator.engine_model import EngineModel
-from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
+from wisp_core.simulator.simulation import SimulationSettings, simulate
 from wisp_core.simulator.trace import Trace
 
 ERRORS: Mapping[str, Mapping[str, float]] = {
@@ -95,14 +95,14 @@ class _Cell:
 
     def rows(self) -> Iterator[Row]:
         """The oracle, then every policy, then the decisions that wrong reports lead to, then online."""
-        start = self._judged.report(half_split(self._engine))
+        start = self._judged.report(self._engine.half_split())
         decision, _ = Oracle(cost=lambda _, split: self._judged.mean_turn_s(split)).decide(start, None)
         oracle_s = self._judged.mean_turn_s(decision.split)
         yield self._row("oracle", decision.split, oracle_s)
         yield self._row("mv_wsa", self._fit_mv_wsa(), oracle_s)
         for name, settings in _FITTED.items():
             yield self._row(name, self._fit(load_policy(name, settings)), oracle_s)
-        yield self._row("static_split", half_split(self._engine), oracle_s)
+        yield self._row("static_split", self._engine.half_split(), oracle_s)
         yield self._row("wisp plan", self._plan(), oracle_s)
         for error, factors in ERRORS.items():
             yield self._row(f"mv_wsa, {error}", self._fit_mv_wsa(**factors), oracle_s)
@@ -139,7 +139,7 @@ class _Cell:
 
     def _plan(self) -> Split:
         """What `wisp plan` chooses for the fitting trace: the fastest there of all splits."""
-        return self._fitting.search(feasible_splits(self._fitting.report(half_split(self._engine))))
+        return self._fitting.search(feasible_splits(self._fitting.report(self._engine.half_split())))
 
     def _online(self, oracle_s: float) -> Row:
         config = self._config

@@ -16,7 +16,7 @@ from policies.static_split import StaticSplit
 from wisp_core.allocation.cost_model import CostModel, missing_evidence
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.simulator.routers import HashRouter, PowerOfTwoRouter, ScoredRouter, StickyLeastTurnsRouter
-from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
+from wisp_core.simulator.simulation import SimulationSettings, simulate
 
 SPLIT = Split(cap=4, kv_blocks=103)
 
@@ -297,6 +297,6 @@ def test_more_replicas_need_a_router() -> None:
 
 def test_engines_start_at_half_of_the_budget() -> None:
     engine = make_engine()
-    split = half_split(engine)
+    split = engine.half_split()
     assert engine.layout.experts_bytes_by_cap[split.cap] <= engine.budget_bytes / 2
     assert engine.layout.experts_bytes_by_cap[split.cap + 1] > engine.budget_bytes / 2

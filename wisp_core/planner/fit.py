@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from wisp_core.contracts import Decision, ReplicaSnapshot, Split
 from wisp_core.simulator.engine_model import EngineModel
-from wisp_core.simulator.simulation import SimulationSettings, half_split, simulate
+from wisp_core.simulator.simulation import SimulationSettings, simulate
 from wisp_core.simulator.trace import Trace
 
 Decide = Callable[[Split], Sequence[Split]]
@@ -98,7 +98,7 @@ class Fitting:
         splits = [self._model.largest_split(cap) for cap in range(layout.min_cap, layout.num_experts + 1)]
         feasible = [split for split in splits if split.kv_blocks >= least_blocks]
         ends = [feasible[0], feasible[-1]] if feasible else []
-        middle = half_split(self._model)
+        middle = self._model.half_split()
         return list(dict.fromkeys([middle, *ends] if middle.kv_blocks >= least_blocks or not ends else ends))
 
 

@@ -35,7 +35,7 @@ from wisp_core.planner.model_shape import ModelShape
 from wisp_core.settings import EngineSettings
 from wisp_core.simulator.engine_model import EngineModel
 from wisp_core.simulator.expert_curves import ExpertCurves, RoutingModel, replay_curves
-from wisp_core.simulator.simulation import half_split, simulate
+from wisp_core.simulator.simulation import simulate
 from wisp_core.simulator.trace import Trace, TraceTurn
 
 PRIOR_CURVE_ERROR = 0.15
@@ -236,7 +236,7 @@ def _plan_with(request: PlanRequest, trace: Trace, curves: ExpertCurves, chunk_t
 def _solve(model: EngineModel, trace: Trace, floor: int) -> tuple[ReplicaSnapshot, Solution | None]:
     """The split at which the workload's turns are fastest, and what a replica reports there."""
     fitting = Fitting(model, trace)
-    start = _with_floor(fitting.report(half_split(model)), floor)
+    start = _with_floor(fitting.report(model.half_split()), floor)
     feasible = feasible_splits(start)
     if not feasible:
         return start, None

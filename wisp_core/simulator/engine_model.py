@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wisp_core.contracts import MemoryLayout, Split
+from wisp_core.memory.initial_split import initial_split
 from wisp_core.simulator.miss_curves import MissCurves
 
 
@@ -83,6 +84,10 @@ class EngineModel:
         """``cap`` with all KV that fits beside it."""
         rest_bytes = self.budget_bytes - self.layout.experts_bytes_by_cap[cap]
         return Split(cap=cap, kv_blocks=self.layout.kv_blocks_within(rest_bytes))
+
+    def half_split(self) -> Split:
+        """The largest cap within half of the budget, or what the longest request leaves room for, as engines start."""
+        return initial_split(self.layout, budget_bytes=self.budget_bytes, cap=None)
 
     def decode_step(self, cap: int, batch: int, mix: int) -> DecodeStep:
         """A decode step of ``batch`` sessions, a mix of topics; remembered, since few of them differ."""

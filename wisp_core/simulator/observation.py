@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import NamedTuple
 
@@ -11,9 +10,10 @@ import numpy.typing as npt
 
 from wisp_core.contracts import CostFit, DemandBin, KvDemand, PagerCounts, ReplicaSnapshot, ReuseBin
 from wisp_core.simulator.replica import NUM_AMOUNTS, Replica
+from wisp_core.working_set.forgetting import Forgetting
 
-_LEAST_DECAY = 1e-9
-"""So that a mean over a long pause stays a mean."""
+_LEAST_WEIGHT = 1e-9
+"""Of a mix or a comeback that still counts."""
 
 
 class _Sample(NamedTuple):
@@ -45,6 +45,8 @@ class Observer:
         self._replica = replica
         self._replica_id = replica_id
         self._window_s = window_s
+        self._memory = Forgetting(window_s)
+        self._memory.keep(0.0)  # the first sample's moment
         self._link, self._curve = link, curve
         self._samples: deque[_Sample] = deque([_Sample(*[0] * len(_Sample._fields))])
         self._sums = np.zeros(len(_Rates._fields))
@@ -59,7 +61,8 @@ class Observer:
         replica, model = self._replica, self._replica.model
         first, last = self._sample(now_s)
         span_s = max(now_s - first.at_s, 1e-9)
-        rates = self._rates(self._samples[-2], last)
+        keep = self._memory.keep(now_s)
+        rates = self._rates(self._samples[-2], last, keep)
         totals = replica.totals
         decode = PagerCounts(
             steps=round(totals.decode_steps),
@@ -95,7 +98,7 @@ class Observer:
             decode_tokens_per_s=rates.decode_tokens,
             prefill_steps_per_s=rates.passes,
             prefill_tokens_per_s=rates.pass_tokens,
-            decode_misses_by_cap=self._decode_curve(last.at_s - self._samples[-2].at_s),
+            decode_misses_by_cap=self._decode_curve(keep),
             prefill_misses_by_cap=tuple(self._curve * model.pass_misses(cap, pass_tokens) for cap in caps)
             if pass_tokens
             else (),
@@ -126,28 +129,22 @@ class Observer:
             self._samples.popleft()
         return self._samples[0], last
 
-    def _rates(self, before: _Sample, last: _Sample) -> _Rates:
-        """With what happened between the two."""
+    def _rates(self, before: _Sample, last: _Sample, keep: float) -> _Rates:
+        """With what happened between the two; what was before weighs ``keep``."""
         since_s = last.at_s - before.at_s
-        keep = self._keep(since_s)
         new = [getattr(last, name) - getattr(before, name) for name in _Rates._fields]
         self._sums = keep * self._sums + new
         self._span_s = keep * self._span_s + since_s
         return _Rates(*(self._sums / max(self._span_s, 1e-9)).tolist())
 
-    def _keep(self, since_s: float) -> float:
-        """Weight of what is ``since_s`` old."""
-        return max(math.exp(-since_s / self._window_s), _LEAST_DECAY)
-
-    def _decode_curve(self, since_s: float) -> tuple[float, ...]:
+    def _decode_curve(self, keep: float) -> tuple[float, ...]:
         """Mean of the curves of the mixes that ran, recent steps weighing more, comebacks spread over them."""
         replica = self._replica
-        decay = self._keep(since_s)
-        self._mix = {mix: steps * decay for mix, steps in self._mix.items() if steps * decay > _LEAST_DECAY}
+        self._mix = {mix: steps * keep for mix, steps in self._mix.items() if steps * keep > _LEAST_WEIGHT}
         for mix, steps in replica.mix.items():
             self._mix[mix] = self._mix.get(mix, 0.0) + steps
         self._comebacks = {
-            others: count * decay for others, count in self._comebacks.items() if count * decay > _LEAST_DECAY
+            others: count * keep for others, count in self._comebacks.items() if count * keep > _LEAST_WEIGHT
         }
         for others, count in replica.comebacks.items():
             self._comebacks[others] = self._comebacks.get(others, 0.0) + count

@@ -15,7 +15,6 @@ import numpy as np
 
 from wisp_core.allocation.protocol import AllocationPolicy
 from wisp_core.contracts import Split
-from wisp_core.memory.initial_split import initial_split
 from wisp_core.routing.views import RoutingRequest, RoutingWeights
 from wisp_core.simulator.cluster import Cluster, WorkingSets
 from wisp_core.simulator.engine_model import EngineModel
@@ -78,13 +77,8 @@ def simulate(
     """
     if num_replicas > 1 and router is None and not (settings and settings.follows_recording):
         raise ValueError("more than one replica needs a router")
-    run = _Run(trace, engine, num_replicas, split or half_split(engine), policy, router, routing, weights, settings)
+    run = _Run(trace, engine, num_replicas, split or engine.half_split(), policy, router, routing, weights, settings)
     return run.to_end()
-
-
-def half_split(engine: EngineModel) -> Split:
-    """The largest cap within half of the budget, or what the longest request leaves room for, as engines start."""
-    return initial_split(engine.layout, budget_bytes=engine.budget_bytes, cap=None)
 
 
 @dataclass
