@@ -17,7 +17,8 @@ from wisp_core.contracts import CostFit, KvDemand, PagerCounts, ReplicaSnapshot,
 from wisp_core.routing.fleet import Fleet
 from wisp_core.routing.route import route
 from wisp_core.routing.union import least_kept, union_misses, union_misses_above, union_misses_by_cap
-from wisp_core.routing.views import ReplicaFigures, RoutingRequest, RoutingWeights, Uses, figures_of, sampled_layers
+from wisp_core.routing.views import ReplicaFigures, RoutingRequest, RoutingWeights, Uses, figures_of
+from wisp_core.working_set.predictor import sampled_layers
 
 
 def snapshot(**changes: object) -> ReplicaSnapshot:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wisp_core.contracts import ReplicaSnapshot
+from wisp_core.working_set.predictor import sampled_layers
 from wisp_core.working_set.signature import UseRates
 
 
@@ -149,12 +150,6 @@ MAX_SAMPLED_LAYERS = 8
 """Layers that are looked at; the others are taken to be like them."""
 SKETCH_USES = 32
 """Heaviest (layer, expert) uses of a working set that the shortlist looks at."""
-
-
-def sampled_layers(num_layers: int, max_layers: int = MAX_SAMPLED_LAYERS) -> npt.NDArray[np.intp]:
-    """At most ``max_layers`` layers, evenly spread."""
-    count = min(num_layers, max_layers)
-    return np.round(np.linspace(0, num_layers - 1, count)).astype(np.intp)
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,11 +67,15 @@ def miss_share_by_cap(usage: Usage) -> npt.NDArray[np.float64]:
     return np.maximum(missed, 0.0)
 
 
+def sampled_layers(num_layers: int, max_layers: int) -> npt.NDArray[np.intp]:
+    """At most ``max_layers`` layers, evenly spread."""
+    return np.round(np.linspace(0, num_layers - 1, min(num_layers, max_layers))).astype(np.intp)
+
+
 def core_masks(usage: Usage, share: float, max_layers: int) -> list[int]:
     """The fewest experts that make up ``share`` of the uses, as bits: of at most ``max_layers`` layers of [L, E]."""
-    layers = np.round(np.linspace(0, usage.shape[0] - 1, min(usage.shape[0], max_layers))).astype(np.intp)
     masks = []
-    for row in usage[layers]:
+    for row in usage[sampled_layers(usage.shape[0], max_layers)]:
         by_use = np.argsort(-row, kind="stable")
         kept = np.cumsum(row[by_use])
         count = int(np.searchsorted(kept, share * kept[-1])) + 1 if kept[-1] > 0 else 0
