@@ -28,7 +28,7 @@ from services.ingress.app import build_ingress
 from services.ingress.listener import Listener
 from services.ingress.routers import router_of
 from services.policy.deployment import build_policy_service
-from services.preflight import check_host
+from services.preflight import check_host, check_policy
 from services.ray_cluster import (
     LOGGING,
     WithoutShutdownNoise,
@@ -148,6 +148,7 @@ class Service:
             raise ConfigurationError(f"{names}: cannot change while the service runs: stop it and start it again")
         if driver_code() != self._driver_code:
             raise ConfigurationError("the code of `wisp serve` itself has changed: stop the service and start it again")
+        _check_policy_here(config)
         check_host(config)
         refuse_too_many_replicas(config)
         tenant_specs(config)
@@ -327,6 +328,15 @@ def reason_in(message: str) -> str:
         for pattern, words in _OF_PYDANTIC:
             text = re.sub(pattern, words, text, flags=re.MULTILINE)
     return text.strip().replace("engine arguments: ", "replica.engine: ")
+
+
+def _check_policy_here(config: ServiceConfig) -> None:
+    """Raises ConfigurationError for a policy that this process cannot load, whatever that of the upgrade can."""
+    try:
+        check_policy(config.policy)
+    except ConfigurationError as error:
+        hint = ", here that of the running service: start it again with it" if "PYTHONPATH" in str(error) else ""
+        raise ConfigurationError(f"{error}{hint}") from error
 
 
 def _without_redis_password(config: ServiceConfig) -> tuple[ServiceConfig, str | None]:

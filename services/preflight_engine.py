@@ -234,7 +234,7 @@ def check_budget(shape: ModelShape, replica: ReplicaSettings, kv_tokens: int) ->
     if needed - unsure_bytes <= replica.vram_budget_bytes:
         return
     largest = (replica.vram_budget_bytes - other_bytes - kv_bytes) // slot_bytes
-    fixes = [f"give {needed} or more"]
+    fixes = [f"give {needed} or more ({needed / 1e6:,.0f} MB)"]
     if needed - unsure_bytes - kv_bytes < replica.vram_budget_bytes:
         fixes.append("lower replica.engine.max_model_len")
     if shape.top_k <= largest < (replica.initial_cap or 0):

@@ -85,7 +85,9 @@ def plan(
     model: Annotated[str, typer.Option(help="A model's directory, or its Hugging Face name.")],
     vram_budget_gb: Annotated[float, typer.Option(min=0.1, help="All that it may hold on the card, 1e9 bytes.")],
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Turns that run at once.")] = 4,
-    max_model_len: Annotated[int, typer.Option(min=64, help="Longest request, tokens.")] = 32768,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=64, help="Longest request, tokens; else the model's longest, 32768 at most.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="A workload: `wisp trace record`'s, or a public trace.")] = None,
     card: Annotated[str | None, typer.Option(help="Profile of a card; else the one in this machine.")] = None,
     link_gb_per_s: Annotated[float | None, typer.Option(min=0.1, help="Measured host-to-device speed.")] = None,

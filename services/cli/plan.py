@@ -26,6 +26,8 @@ from wisp_core.planner.plan import Plan, PlanRequest, make_plan
 from wisp_core.simulator.recording import read_recording
 
 _WIDTH = 110
+_MAX_MODEL_LEN = 32768
+"""Unless told: what agents' contexts need, of the 128 k and more that models are said to take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class PlanOptions:
     model: str
     vram_budget_gb: float
     concurrency: int
-    max_model_len: int
+    max_model_len: int | None
     trace: Path | None
     card: str | None
     link_gb_per_s: float | None
@@ -121,10 +123,9 @@ def _request(options: PlanOptions) -> PlanRequest:
             f"--vram-budget-gb {options.vram_budget_gb:g}: {card.name} has {card.memory_bytes / 1e9:.1f} GB"
         )
     shape = read_shape(read_config(options.model), name=options.model, dtype=options.dtype, kv_dtype=options.kv_dtype)
-    if shape.max_positions and options.max_model_len > shape.max_positions:
-        raise ConfigurationError(
-            f"--max-model-len {options.max_model_len}: the model's longest is {shape.max_positions}"
-        )
+    max_model_len = options.max_model_len or min(shape.max_positions or _MAX_MODEL_LEN, _MAX_MODEL_LEN)
+    if 0 < shape.max_positions < max_model_len:
+        raise ConfigurationError(f"--max-model-len {max_model_len}: the model's longest is {shape.max_positions}")
     recording = read_recording(options.trace) if options.trace is not None else None
     curves = None
     if recording is not None and recording.matches(shape.num_moe_layers, shape.num_experts, shape.top_k):
@@ -134,7 +135,7 @@ def _request(options: PlanOptions) -> PlanRequest:
         card=card,
         budget_bytes=budget_bytes,
         concurrency=options.concurrency,
-        max_model_len=options.max_model_len,
+        max_model_len=max_model_len,
         trace=None if recording is None else recording.trace,
         curves=curves,
         block_size=options.block_size,

@@ -87,7 +87,7 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("session", "replica"):
         table.add_column(name, overflow="fold")
-    for name in ("turns", "failed", "TTFT s", "tok/s", "cached", "hits"):
+    for name in ("turns", "failed", "TTFT ms", "tok/s", "cached", "hits"):
         table.add_column(name, justify="right")
     for one in sessions:
         ttft_s = one["ttft_sum_s"] / one["ttft_turns"] if one["ttft_turns"] else 0.0
@@ -101,7 +101,7 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
             one["home"] or one["replica_id"],
             str(one["turns"]),
             str(one["failed_turns"]),
-            f"{ttft_s:.2f}",
+            f"{ttft_s * 1e3:.0f}",
             f"{rate:.1f}",
             f"{cached:.0%}",
             f"{hits:.0%}",

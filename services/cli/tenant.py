@@ -55,12 +55,17 @@ def print_tenants(tenants: Sequence[dict[str, Any]], console: Console) -> None:
         print_entry(
             console,
             f"{one['tenant_id']}  from {source}, {one['isolation']}; keys {' '.join(one['keys']) or 'none'}",
-            f"{one['requests_per_minute']} requests/min, {one['tokens_per_minute']} tokens/min, "
-            f"{one['max_concurrent_turns']} turns at once; weight {one['weight']:g}, KV share "
-            f"{one['kv_share']:g}\n"
+            f"{_limits_of(one)}\n"
             f"{usage['turns']} turns done, {usage['failed_turns']} of them failed; "
             f"{usage['prompt_tokens'] + usage['completion_tokens']} tokens used",
         )
+
+
+def _limits_of(tenant: dict[str, Any]) -> str:
+    return (
+        f"{tenant['requests_per_minute']} requests/min, {tenant['tokens_per_minute']} tokens/min, "
+        f"{tenant['max_concurrent_turns']} turns at once; weight {tenant['weight']:g}, KV share {tenant['kv_share']:g}"
+    )
 
 
 @app.command()
@@ -84,17 +89,19 @@ def limit(
     kv_share: KvShare = None,
     state_dir: StateDir = Path(".wisp"),
 ) -> None:
-    """Set limits; what is left out stays. For a tenant of the service's file: until the service starts again."""
+    """Set limits and print all; what is left out stays. For a tenant of the file: until the service starts again."""
     limits = _limits(context)
     if not limits:
         raise ConfigurationError("give at least one limit, such as --weight 2")
-    _call(state_dir, "PATCH", f"/{quote(name, safe='')}", limits)
+    tenant = _call(state_dir, "PATCH", f"/{quote(name, safe='')}", limits)
+    typer.echo(f"{name}: {_limits_of(tenant)}")
 
 
 @app.command()
 def rm(name: Name, state_dir: StateDir = Path(".wisp")) -> None:
     """Remove a tenant and its keys; its running turns finish."""
     _call(state_dir, "DELETE", f"/{quote(name, safe='')}")
+    typer.echo(f"{name}: removed")
 
 
 def _limits(context: typer.Context) -> dict[str, Any]:

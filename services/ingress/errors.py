@@ -59,9 +59,8 @@ def invalid_key() -> ApiError:
 
 def unknown_model(name: str) -> ApiError:
     """404: another model than the one served."""
-    return ApiError(
-        404, f"The model `{name[:256]}` does not exist or you do not have access to it.", code="model_not_found"
-    )
+    message = f"The model `{name[:256]}` does not exist or you do not have access to it."
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -89,7 +91,7 @@ def parse(path: str, raw: bytes) -> TurnFields:
             if value is not None:
                 raise _unsupported(name, "is not supported")
         elif name not in allowed:
-            raise bad_request(f"Unknown parameter: '{name[:64]}'.", param=name[:64], code="unknown_parameter")
+            raise _unknown(name[:64], allowed)
     body = {name: value for name, value in body.items() if value is not None}
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
@@ -101,6 +103,12 @@ def parse(path: str, raw: bytes) -> TurnFields:
     except ValidationError as error:
         _refuse(error)
     return _turn_fields(fields)
+
+
+def _unknown(name: str, allowed: Iterable[str]) -> ApiError:
+    near = difflib.get_close_matches(name, allowed, n=1)
+    message = f"Unknown parameter: '{name}'." + (f" Did you mean '{near[0]}'?" if near else "")
+    return bad_request(message, param=name, code="unknown_parameter")
 
 
 def _unsupported(name: str, why: str) -> ApiError:

@@ -122,18 +122,23 @@ def test_a_tenant_is_readable() -> None:
 def test_only_the_limits_that_are_given_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[tuple[Any, ...]]()
 
-    def call(_: Path, *request: Any) -> dict[str, str]:
+    def call(_: Path, *request: Any) -> dict[str, Any]:
         sent.append(request)
-        return {"key": "sk-new"}
+        limits = {"requests_per_minute": 600, "tokens_per_minute": 200_000, "max_concurrent_turns": 16}
+        return {"key": "sk-new", **limits, "weight": 2.0, "kv_share": 0.5}
 
     monkeypatch.setattr(tenant, "_call", call)
     added = CliRunner().invoke(tenant.app, ["add", "umbrella", "--weight", "2"])
     assert (added.exit_code, added.stdout) == (0, "sk-new\n")
-    assert CliRunner().invoke(tenant.app, ["limit", "umbrella", "--kv-share", "0.5"]).exit_code == 0
+    limited = CliRunner().invoke(tenant.app, ["limit", "umbrella", "--kv-share", "0.5"])
+    told = "umbrella: 600 requests/min, 200000 tokens/min, 16 turns at once; weight 2, KV share 0.5\n"
+    assert (limited.exit_code, limited.stdout) == (0, told)
+    assert CliRunner().invoke(tenant.app, ["rm", "umbrella"]).stdout == "umbrella: removed\n"
     assert isinstance(CliRunner().invoke(tenant.app, ["limit", "umbrella"]).exception, ConfigurationError)
     assert sent == [
         ("POST", "", {"tenant_id": "umbrella", "weight": 2.0}),
         ("PATCH", "/umbrella", {"kv_share": 0.5}),
+        ("DELETE", "/umbrella"),
     ]
 
 

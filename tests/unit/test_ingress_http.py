@@ -126,7 +126,7 @@ async def test_wrong_keys_and_models(service: Service) -> None:
         reply = await service.request("/v1/chat/completions", b"{}", method="POST", headers=headers)
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     reply = await service.chat(model="gpt-9")
-    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
     assert (await service.request("/v1/models", headers={})).status == 401
 
 

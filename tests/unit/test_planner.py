@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from policy_snapshots import make_layout, make_snapshot
 from simulator_engines import replayed_engine
 from typer.testing import CliRunner
@@ -299,6 +300,25 @@ def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], said: str
     answer = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), *arguments])
     assert answer.exit_code != 0
     assert said in str(answer.exception)
+
+
+def test_a_context_is_as_long_as_the_model_s_unless_told(tmp_path: Path) -> None:
+    config = config_of(SHAPES["qwen3-30b-a3b"])
+    for positions, planned in ((4096, 4096), (131072, 32768)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        arguments = ["plan", "--model", str(tmp_path), "--vram-budget-gb", "24", "--card", "l4"]
+        assert f"max_model_len: {planned}\n" in CliRunner().invoke(app, arguments).output
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: str) -> str:
+        raise LocalEntryNotFoundError("many\nlines")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(
+        ConfigurationError, match=r"^--model org/name: .*hub be reached: give a local directory, or set .*$"
+    ):
+        read_config("org/name")
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_budget_below_the_smallest_pools_is_refused_with_one_that_is_not(model
     fixed: dict[str, Any] = {"other_bytes": 4 * MB}
     least_bytes = 4 * MB + shape.top_k * slot_bytes + kv_bytes
     with pytest.raises(
-        ConfigurationError, match=rf"vram_budget_bytes: {least_bytes - 1} is too.*give {least_bytes} or"
+        ConfigurationError, match=rf"vram_budget_bytes: {least_bytes - 1} is too.*give {least_bytes} or more \(\d+ MB\)"
     ):
         check(model, vram_budget_bytes=least_bytes - 1, **fixed)
     check(model, vram_budget_bytes=least_bytes, **fixed)

@@ -231,6 +231,15 @@ def test_schemas_that_compile_for_minutes_are_refused() -> None:
     assert "65536 bytes" in refusal(response_format={"type": "json_schema", "json_schema": spec})["message"]
 
 
+def test_a_field_that_is_nearly_right_is_told_the_right_one() -> None:
+    error = refusal(max_token=5)
+    assert (error["param"], error["message"]) == (
+        "max_token",
+        "Unknown parameter: 'max_token'. Did you mean 'max_tokens'?",
+    )
+    assert refusal(colour=5)["message"] == "Unknown parameter: 'colour'."
+
+
 def test_a_long_bad_value_is_not_repeated_whole() -> None:
     assert len(refusal(messages=[{"role": "x" * 100_000, "content": "a"}])["message"]) < 1000
 

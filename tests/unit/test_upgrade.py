@@ -167,6 +167,16 @@ def test_what_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> 
         service.upgrade(other)
 
 
+def test_a_policy_that_only_the_upgrade_s_own_process_can_load_is_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, deployed = Service(config(tmp_path)), list[ServiceConfig]()
+    monkeypatch.setattr(Service, "_deploy", lambda _, config, *more: deployed.append(config))
+    with pytest.raises(ConfigurationError, match=r"on PYTHONPATH, here that of the running service: start it again"):
+        service.upgrade(config(tmp_path, policy={"name": "policy_of_mine:Policy"}))
+    assert not deployed
+
+
 @pytest.mark.parametrize("url", [None, "redis://h:6379/0", "redis://:other@h:6379/0", "redis://:secret@i:6379/0"])
 def test_a_refused_upgrade_leaves_the_store_s_password(tmp_path: Path, url: str | None) -> None:
     service = Service(config(tmp_path, redis={"url": "redis://:secret@h:6379/0"}))

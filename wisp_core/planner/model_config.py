@@ -35,5 +35,10 @@ def _downloaded_config(model: str) -> Path:
         raise ConfigurationError(f"--model {model}: no such directory, and huggingface_hub is not installed") from error
     try:
         return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except LocalEntryNotFoundError as error:
+        raise ConfigurationError(
+            f"--model {model}: no such directory, and neither cached nor can the Hugging Face hub be reached: give a "
+            "local directory, or set HF_HUB_OFFLINE=1 to look among what is cached only"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigurationError(f"--model {model}: neither a directory nor found by name: {error}") from error
