@@ -33,6 +33,8 @@ MAX_NODES = 1 << 16
 """Texts, names of fields, lists and objects in one body: more take longer to parse than others should wait."""
 MAX_VALUES = {CHAT_PATH: 1 << 16, COMPLETIONS_PATH: 1 << 18}
 """Values in one body, numbers among them; a prompt may be the token ids of the longest contexts."""
+MAX_DIGITS = 64
+"""Digits of one number in a row: to read and to write a number takes the square of its length."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
@@ -117,12 +119,16 @@ def _unsupported(name: str, why: str) -> ApiError:
 
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON text as it is written, or one that does not end: every byte is looked at once."""
+_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
+"""Searched for in what has zeros for all its digits: that takes less than an expression would."""
 
 
 def _refuse_many(raw: bytes, max_values: int) -> None:
     """Raises ApiError (400) for what would take long to parse: a parser holds the GIL, in whatever thread it runs."""
     quotes, opened, commas = raw.count(b'"'), raw.count(b"{") + raw.count(b"["), raw.count(b",")
-    if quotes // 2 + opened <= MAX_NODES and commas < max_values:
+    has_long = _LONG_NUMBER in raw.translate(_ZEROS)
+    if quotes // 2 + opened <= MAX_NODES and commas < max_values and not has_long:
         return
     bare, texts = _TEXT.subn(b"", raw, count=MAX_NODES + 1)
     opened, commas = bare.count(b"{") + bare.count(b"["), bare.count(b",")
@@ -130,6 +136,8 @@ def _refuse_many(raw: bytes, max_values: int) -> None:
         raise bad_request(
             f"The body has more than {max_values} values, or {MAX_NODES} texts, names, lists and objects."
         )
+    if has_long and _LONG_NUMBER in bare.translate(_ZEROS):
+        raise bad_request(f"The body has a number of more than {MAX_DIGITS} digits.", code="invalid_value")
 
 
 def _load(raw: bytes) -> dict[str, Any]:

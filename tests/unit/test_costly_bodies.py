@@ -88,3 +88,13 @@ def test_the_bound_counts_names_texts_lists_and_objects() -> None:
     for raw, refused in ((fits, "Unknown parameter"), (fits.replace(b"[[]", b"[[],[]"), "The body has more than")):
         with pytest.raises(ApiError, match=refused):
             parse(CHAT_PATH, raw)
+
+
+def test_a_number_of_many_digits_is_refused_before_it_is_parsed_and_a_text_of_them_is_not() -> None:
+    def body(number: str, text: str = "x") -> bytes:
+        return json.dumps({**with_tools(1, [0]), "user": text}).replace("[0]", f"[{number}]").encode()
+
+    for number in ("9" * 65, "0." + "1" * 65, "-" + "1234567890" * 7):
+        with pytest.raises(ApiError, match="more than 64 digits"):
+            parse(CHAT_PATH, body(number))
+    assert parse(CHAT_PATH, body("9" * 64, text="7" * 5000)).model == "m"
