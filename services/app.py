@@ -153,18 +153,17 @@ class Service:
         refuse_too_many_replicas(config)
         tenant_specs(config)
         with self._upgrading:
-            before = self.config, self._code
+            before = self.config, self._code, self._began_s
             try:
-                self._deploy(config, code_version())
+                self._deploy(config, code_version(), time.time())
             except Exception:
                 self._refuse_if_stopping()
                 self._deploy(*before)
                 raise
 
-    def _deploy(self, config: ServiceConfig, code: str) -> None:
-        """Deploy both applications; Serve replaces what differs."""
-        self.config, self._code = config, code
-        self._began_s = time.time()
+    def _deploy(self, config: ServiceConfig, code: str, began_s: float) -> None:
+        """Deploy both applications; Serve replaces what differs. Tenants written after ``began_s`` stay as they are."""
+        self.config, self._code, self._began_s = config, code, began_s
         self._run_all()
 
     def tend(self) -> None:

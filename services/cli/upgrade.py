@@ -45,6 +45,8 @@ def request_upgrade(path: Path) -> None:
             f"the service with state_dir {config.state_dir} takes no upgrade: it belongs to a demo, a benchmark or the "
             "like, or is still starting"
         )
+    if running := facts["upgrade"].get("to"):
+        raise ConfigurationError(f"another upgrade runs, to {running}: wait for its end")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(config.state_dir / "upgrade.lock", f"{path.resolve()} (pid {os.getpid()})"))
@@ -52,7 +54,11 @@ def request_upgrade(path: Path) -> None:
             raise ConfigurationError(f"another upgrade runs, to {error.strerror}: wait for its end") from error
         for warning in warnings_of(config):
             typer.echo(f"wisp: warning: {warning}", err=True)
-        _order(config.state_dir, path, int(facts["pid"]))
+        try:
+            _order(config.state_dir, path, int(facts["pid"]))
+        except KeyboardInterrupt:
+            typer.echo("wisp: the service goes on with the upgrade, and says how it ends", err=True)
+            raise
     typer.echo("wisp: upgraded", err=True)
 
 
@@ -68,6 +74,8 @@ def _order(state_dir: Path, path: Path, pid: int) -> None:
             if done["error"] is not None:
                 raise ConfigurationError(done["error"])
             return
+        if not is_owned(state_dir):
+            raise ConfigurationError("the service has ended before it was upgraded: start it again with `wisp serve`")
         time.sleep(0.2)
     raise ConfigurationError(f"the service was not upgraded within {TIMEOUT_S:g} s")
 
@@ -107,6 +115,7 @@ class Upgrades:
             order = json.loads(path.read_text())
             path.unlink()
             typer.echo(f"wisp: upgrading to {order['config']}", err=True)
+            self._service.publish(upgrade={"to": order["config"]})
             self._service.upgrade(self._load(Path(order["config"])))
         except (WispError, OSError, ValueError, KeyError) as caught:
             error = str(caught) or type(caught).__name__

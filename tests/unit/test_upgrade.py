@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -228,6 +229,59 @@ def test_a_second_upgrade_meanwhile_is_refused_by_name_of_the_first(
     assert ordered == [str(file) for file in files], "one after the other both are taken"
 
 
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "service.yaml"
+    running = config(tmp_path, model={"path": "some/model"})
+    file.write_text(yaml.safe_dump(running.model_dump(mode="json", exclude_unset=True)))
+    monkeypatch.setattr("services.cli.upgrade.check_settings", lambda _: None)
+    return file
+
+
+def test_an_upgrade_ends_at_once_when_the_service_was_killed(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as ownership:
+        ownership.enter_context(own_state_dir(tmp_path))
+        Service(ServiceConfig.load(file)).publish(upgrade={})
+        monkeypatch.setattr("os.kill", lambda *_: ownership.close())
+        with pytest.raises(ConfigurationError, match="has ended before it was upgraded"):
+            request_upgrade(file)
+
+
+def test_whoever_waits_no_longer_is_told_that_the_upgrade_goes_on_and_the_next_one_is_refused(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with own_state_dir(tmp_path):
+        service = Service(ServiceConfig.load(file))
+        service.publish(upgrade={})
+
+        def interrupt(*_: object) -> None:
+            service.publish(upgrade={"to": "first.yaml"})
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("os.kill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            request_upgrade(file)
+        assert "the service goes on with the upgrade" in capsys.readouterr().err
+        with pytest.raises(ConfigurationError, match=r"another upgrade runs, to first\.yaml"):
+            request_upgrade(file)
+
+
+def test_a_running_upgrade_is_published_by_the_service(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, published = Service(ServiceConfig.load(file)), list[Any]()
+    monkeypatch.setattr(service, "upgrade", lambda _: published.append(read_service_file(tmp_path)["upgrade"]))
+    on_hangup = signal.getsignal(signal.SIGHUP)
+    upgrades = Upgrades(service, ServiceConfig.load)
+    signal.signal(signal.SIGHUP, on_hangup)
+    (tmp_path / "upgrade.json").write_text(json.dumps({"id": "1", "config": str(file)}))
+    upgrades._carry_out()
+    assert published == [{"to": str(file)}]
+    assert read_service_file(tmp_path)["upgrade"] == {"id": "1", "error": None}
+
+
 def test_a_service_that_stops_ends_its_upgrade_before_it_ends_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,11 +354,13 @@ def test_if_the_new_parts_do_not_start_the_old_ones_are_back(
 ) -> None:
     codes = iter(["old", "new"])
     monkeypatch.setattr("services.app.code_version", lambda: next(codes))
-    service, deployed = Service(config(tmp_path)), list[tuple[int, str]]()
+    service, deployed, began_s = Service(config(tmp_path)), list[tuple[int, str]](), list[float]()
+    service._began_s = 100.0
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 100.0})
 
-    def deploy(_: Service, config: ServiceConfig, code: str) -> None:
+    def deploy(_: Service, config: ServiceConfig, code: str, at_s: float) -> None:
         deployed.append((config.replica.count, code))
+        began_s.append(at_s)
         if config.replica.count == 3:
             raise error
 
@@ -313,6 +369,8 @@ def test_if_the_new_parts_do_not_start_the_old_ones_are_back(
         service.upgrade(config(tmp_path, replica={"count": 3}))
     # With the old code's name: what Serve has not replaced yet stays.
     assert deployed == [(3, "new"), (2, "old")]
+    assert began_s[0] > 100.0
+    assert began_s[1] == 100.0, "limits that an operator has set since stay"
 
 
 def test_a_running_service_has_room_for_one_replica_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
