@@ -135,7 +135,7 @@ class TenantDirectory:
         if self._is_declared:
             return [tenant for name, tenant in (declared | self._tenants).items() if name not in stored]
         return [
-            tenant
+            _with_kept_keys(tenant, stored.get(name))
             for name, tenant in declared.items()
             if name not in stored or stored[name].at_s < self._service_began_s
         ]
@@ -148,3 +148,10 @@ class TenantDirectory:
             except Exception:  # the task must outlive one bad value
                 logger.exception("refresh of tenants failed")
             await asyncio.sleep(REFRESH_S)
+
+
+def _with_kept_keys(declared: TenantSpec, stored: TenantSpec | None) -> TenantSpec:
+    """``declared`` with all the stored keys if its own is among them: a rotation has kept the others."""
+    if stored is None or not set(declared.key_sha256) <= set(stored.key_sha256):
+        return declared
+    return declared.model_copy(update={"key_sha256": stored.key_sha256})

@@ -212,6 +212,31 @@ async def test_an_ingress_that_starts_again_keeps_what_an_operator_has_set() -> 
     assert (await new_service.authenticate("Bearer ka")).requests_per_minute == 100
 
 
+async def test_keys_that_a_rotation_has_kept_outlive_a_restart_until_the_file_has_another_key() -> None:
+    store = MemoryStore()
+
+    async def restart(key: str) -> TenantDirectory:
+        directory = TenantDirectory(store, lambda: [declare("a", key)])
+        await directory.refresh()
+        return directory
+
+    first = await restart("old")
+    (stored,) = await store.list_tenants()
+    keys = (*declare("a", "new").key_sha256, *stored.key_sha256)
+    await store.write_tenant(stored.model_copy(update={"key_sha256": keys, "weight": 3.0}), replaces=stored)
+    again = await restart("new")
+    for directory in (first, again):
+        await directory.refresh()
+        for key in ("old", "new"):
+            tenant = await directory.authenticate(f"Bearer {key}")
+            assert (tenant.key_sha256, tenant.weight) == (keys, 1.0), "limits are the file's again"
+    replaced = await restart("other")
+    assert (await replaced.authenticate("Bearer other")).tenant_id == "a"
+    for key in ("old", "new"):
+        with pytest.raises(ApiError):
+            await replaced.authenticate(f"Bearer {key}")
+
+
 async def test_a_dedicated_tenant_reaches_its_own_replicas_only(service: Service) -> None:
     own = declare("own", "sk-own").model_copy(update={"isolation": Isolation.DEDICATED, "is_from_file": False})
     await service.store.write_tenant(own)
