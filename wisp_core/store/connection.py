@@ -61,9 +61,10 @@ class Connection:
         self._scripts: dict[str, Any] = {}
 
     @asynccontextmanager
-    async def guard(self) -> AsyncIterator[Any]:
+    async def guard(self, *, writes: bool = True) -> AsyncIterator[Any]:
         """Run calls on the Redis client: StoreUnavailableError at once while the breaker is open, or for any failure.
 
+        Without ``writes`` the calls change nothing, so none of them may have.
         The client is typed Any: redis-py's annotations do not know that replies are decoded to text here.
         """
         if not self._breaker.allows():
@@ -75,7 +76,7 @@ class Connection:
             self._breaker.record_failure()
             self._failure = f"Redis at {self.address}: {_words(error)}"
             self._tell_failure()
-            raise StoreUnavailableError(self._failure, may_have_run=True) from error
+            raise StoreUnavailableError(self._failure, may_have_run=writes and not _is_unsent(error)) from error
         if self._breaker.is_open:
             logger.info("Redis at %s can be used again", self.address)
         self._breaker.record_success()
@@ -103,14 +104,22 @@ class Connection:
         async with self.guard():
             try:
                 return await registered(keys=keys, args=args)
-            except (exceptions.ConnectionError, exceptions.TimeoutError):
-                if script not in REPEATABLE:
+            except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+                if script not in REPEATABLE or _is_unsent(error):
                     raise
-                return await registered(keys=keys, args=args)
+                try:
+                    return await registered(keys=keys, args=args)
+                except FAILURES as again:
+                    raise again from error  # The first may have run, whatever became of this.
 
     async def close(self) -> None:
         """Close the pool."""
         await cast("Awaitable[None]", self.client.aclose())
+
+
+def _is_unsent(error: BaseException) -> bool:
+    """Whether there was no server to connect to: redis-py's error is raised while it handles the system's."""
+    return error.__cause__ is None and isinstance(error.__context__, ConnectionRefusedError | FileNotFoundError)
 
 
 def _words(error: BaseException) -> str:

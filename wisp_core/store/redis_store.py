@@ -88,13 +88,13 @@ class RedisStore:
 
     async def list_snapshots(self) -> list[c.ReplicaSnapshot]:
         """See Store."""
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             replica_ids = sorted(await redis.zrange(self._keys.replicas, 0, -1))
         return await self.read_snapshots(replica_ids)
 
     async def list_reports(self) -> dict[str, float]:
         """See Store."""
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             oldest_s = time.time() - k.SNAPSHOT_TTL_S
             rows: list[tuple[str, float]] = await redis.zrangebyscore(
                 self._keys.replicas, oldest_s, "+inf", withscores=True
@@ -105,7 +105,7 @@ class RedisStore:
         """See Store."""
         if not replica_ids:
             return []
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             texts = await redis.mget([self._keys.snapshot(replica_id) for replica_id in replica_ids])
         snapshots: list[c.ReplicaSnapshot] = []
         for at in range(0, len(texts), SNAPSHOTS_AT_ONCE):
@@ -128,7 +128,7 @@ class RedisStore:
 
     async def read_plan(self, replica_id: str) -> c.SplitPlan | None:
         """See Store."""
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             return _parse(c.SplitPlan, await redis.hget(self._keys.plan(replica_id), "plan"))
 
     async def watch_plans(self, replica_id: str, period_s: float = 1.0) -> AsyncGenerator[c.SplitPlan, None]:
@@ -176,7 +176,7 @@ class RedisStore:
         wanted = list(dict.fromkeys(keys))
         if not wanted:
             return {}
-        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+        async with self._connection.guard(writes=False) as redis, redis.pipeline(transaction=False) as pipe:
             for key in wanted:
                 pipe.hvals(self._keys.signature(key))
             found = await pipe.execute()
@@ -202,7 +202,7 @@ class RedisStore:
 
     async def read_placements(self, session_keys: Iterable[str]) -> dict[str, c.Placement]:
         """See Store."""
-        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+        async with self._connection.guard(writes=False) as redis, redis.pipeline(transaction=False) as pipe:
             for session_key in session_keys:
                 pipe.hget(self._keys.placement(session_key), "placement")
             texts = await pipe.execute()
@@ -210,7 +210,7 @@ class RedisStore:
 
     async def list_placements(self, n: int) -> list[c.Placement]:
         """See Store."""
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             session_keys = await redis.zrange(self._keys.placements, 0, n - 1, desc=True) if n > 0 else []
         return list((await self.read_placements(session_keys)).values())
 
@@ -248,7 +248,7 @@ class RedisStore:
 
     async def list_sessions(self, n: int) -> list[SessionUsage]:
         """See Store."""
-        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+        async with self._connection.guard(writes=False) as redis, redis.pipeline(transaction=False) as pipe:
             session_keys = await redis.zrange(self._keys.sessions, 0, n - 1, desc=True) if n > 0 else []
             for session_key in session_keys:
                 pipe.hgetall(self._keys.session(session_key))
@@ -270,7 +270,7 @@ class RedisStore:
 
     async def list_tenant_usage(self) -> list[TenantUsage]:
         """See Store."""
-        async with self._connection.guard() as redis, redis.pipeline(transaction=False) as pipe:
+        async with self._connection.guard(writes=False) as redis, redis.pipeline(transaction=False) as pipe:
             tenant_ids = sorted(await redis.hkeys(self._keys.tenants))
             for tenant_id in tenant_ids:
                 pipe.hgetall(self._keys.tenant_usage(tenant_id))
@@ -280,7 +280,7 @@ class RedisStore:
 
     async def list_tenants(self) -> list[TenantSpec]:
         """See Store."""
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             rows: dict[str, str] = await redis.hgetall(self._keys.tenants)
         return _parse_all(TenantSpec, [rows[tenant_id] for tenant_id in sorted(rows)])
 
@@ -349,7 +349,7 @@ class RedisStore:
     async def _read_log(self, key: str, n: int) -> Sequence[str]:
         if n <= 0:
             return []
-        async with self._connection.guard() as redis:
+        async with self._connection.guard(writes=False) as redis:
             texts: list[str] = await redis.lrange(key, 0, n - 1)
         return texts
 
