@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
+
+_CANCEL_AGAIN_S = 5.0
 
 
 class BackgroundTasks:
@@ -23,6 +25,18 @@ class BackgroundTasks:
 
     async def stop(self) -> None:
         """Cancel all and wait for their ends."""
-        for task in self._tasks:
+        await end_tasks(self._tasks)
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[Any]], *, again_s: float = _CANCEL_AGAIN_S) -> None:
+    """Cancel ``tasks`` and wait for their ends, whatever these are.
+
+    Those that go on are cancelled again: redis-py sends under ``asyncio.wait_for``, which in Python 3.11 loses a
+    cancellation that comes in the moment in which what it waits for is done.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        _, pending = await asyncio.wait(pending, timeout=again_s)
+    await asyncio.gather(*tasks, return_exceptions=True)

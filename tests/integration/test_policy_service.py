@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from services.background import end_tasks
 from services.config import DampingSettings, PolicySettings, ServiceConfig
 from services.policy.loop import Action, PolicyLoop
 from services.policy.metrics import PolicyMetrics
@@ -93,8 +94,7 @@ async def running_loop(valkey: ValkeyProcess, epoch_s: float = 0.1) -> AsyncIter
         try:
             yield task
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            await end_tasks([task])
             await runner.close()
 
 
