@@ -16,8 +16,8 @@ import openai
 import psutil
 import pytest
 import ray.util
-from conftest import ValkeyProcess
 from live_service import MODEL, service_config
+from valkey_process import ValkeyProcess
 
 from loadtests.service.running import RunningService
 from services.embedded_valkey import die_with_parent

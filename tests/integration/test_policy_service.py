@@ -26,7 +26,7 @@ from wisp_core.errors import StoreUnavailableError
 from wisp_core.store.redis_store import RedisStore
 
 if TYPE_CHECKING:
-    from conftest import ValkeyProcess
+    from valkey_process import ValkeyProcess
 
 SERVICE = "wisp-policy-test"
 PAGE = 4096

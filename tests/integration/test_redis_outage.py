@@ -16,7 +16,7 @@ from wisp_core.store.redis_store import RedisStore
 from wisp_core.tenant_contracts import TurnRecord
 
 if TYPE_CHECKING:
-    from conftest import ValkeyProcess
+    from valkey_process import ValkeyProcess
 
 
 async def test_a_wrong_password_is_unavailable(valkey) -> None:

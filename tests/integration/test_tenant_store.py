@@ -17,7 +17,7 @@ from wisp_core.store.redis_store import RedisStore
 from wisp_core.tenant_contracts import TenantUsage, TurnRecord
 
 if TYPE_CHECKING:
-    from conftest import ValkeyProcess
+    from valkey_process import ValkeyProcess
 
 
 async def test_tenants_are_kept_until_replaced_or_deleted(store: Store) -> None:
